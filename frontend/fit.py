@@ -12,7 +12,7 @@ from torch import nn
 
 from ..backend.gpu.targets import CONTEXT_BYTES, GIB, Target, predict, target_named
 from ..pipeline_parallel.actions import schedule_name
-from ..pipeline_parallel.mesh.links import Links
+from ..pipeline_parallel.mesh.layouts import Links
 from ..pipeline_parallel.plan import PipelinePlan, make_plan
 from ..recompute.planner import PolicyName
 from ..reuse.errors import PlanError, door

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..autodiff.training_program import StepProgram
 from ..backend.arena import ArenaPlan
 from ..backend.gpu.targets import target_named
-from ..pipeline_parallel.mesh.links import Links
+from ..pipeline_parallel.mesh.layouts import Links
 from ..pipeline_parallel.mesh.plan import PIPELINE, MeshPlan, Placements
 from ..recompute.planner import POLICIES, Budget
 from ..reuse import torch_pytree

@@ -22,7 +22,7 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
 from ..pipeline_parallel.actions import ActionTable
-from ..pipeline_parallel.mesh.links import Links
+from ..pipeline_parallel.mesh.layouts import Links
 from ..pipeline_parallel.mesh.plan import REPLICATED
 from ..pipeline_parallel.process_groups import Ranks, all_ranks, check_processes, ranks_along
 from ..recompute.planner import Policy

@@ -15,8 +15,9 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.cut import Stage
+from ..pipeline_parallel.plan import Progress
 from ..pipeline_parallel.process_groups import Ranks, ranks_elsewhere, ranks_of, users_of
-from ..pipeline_parallel.steps import Progress, StageDraws
+from ..pipeline_parallel.stage_derivative import StageDraws
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError, door

@@ -3,10 +3,9 @@
 actions           the action table of a schedule of PyTorch
 cut               one program per stage; composites that span stages are cut inside
 coloring          the stage of each call: by marks, by order, or balanced by what calls cost
-stage_derivative  one stage's forward and backward as programs; a backward in two halves
+stage_derivative  one stage's programs; a backward in two halves; the random numbers of forwards
 plan              the plan of a pipeline: stages, costs, memory, a step in time; a rank's order
 process_groups    ranks agree, sum gradients of what they share, and load what others saved
-steps             the runner of a stage's steps, checks of their order, random numbers
 torch_pipelining  adapter: PyTorch's schedules and runtime of pipelines
 mesh              a step over a device mesh, data and tensor parallel
 

@@ -339,6 +339,39 @@ class RankOrder:
     delivered: Mapping[Action, int]
 
 
+class Progress:
+    """Checks that a rank's actions run in the planned order, for which alone memory was planned."""
+
+    def __init__(self, order: RankOrder) -> None:
+        self._order = order
+        self._num_done = 0
+
+    def start(self) -> None:
+        """Begins a step."""
+        self._num_done = 0
+
+    def begin(self, action: Action) -> None:
+        """Checks that the action that runs now is the planned one."""
+        planned = self._order.actions[self._num_done : self._num_done + 1]
+        if planned != (action,):
+            self._refuse(f"runs {action}", f"{planned[0] if planned else 'the end'}")
+        self._num_done += 1
+
+    def check_receive(self, action: Action) -> None:
+        """Checks that the memory to receive into is free."""
+        if self._num_done < self._order.posted.get(action, 0):
+            self._refuse(
+                f"starts to receive for {action} after {self._num_done} actions",
+                f"not before {self._order.posted[action]}",
+            )
+
+    def _refuse(self, found: str, planned: str) -> None:
+        raise PipelineError(
+            f"PyTorch's runtime {found}, and memory was planned for {planned}: this version of "
+            "PyTorch runs schedules in another order than its action table says."
+        )
+
+
 def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrder:
     """Returns the order of one rank; values that cross none of the boundaries are never sent."""
     split = _split_table(table)

@@ -11,17 +11,21 @@ al., "Zero Bubble Pipeline Parallelism", 2023.)
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.fx
+from torch import Tensor
 
 from ..autodiff.derivative import Derivative, Differentiator, Request, active_values
 from ..autodiff.flows import needed_calls
 from ..autodiff.traces.torch_partition import ancestors, extract
+from ..reuse.errors import PlanError
 from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, node_type
-from ..reuse.ir.operators import is_view, mutated_args
+from ..reuse.ir.operators import is_draw, is_view, mutated_args
 from ..reuse.ir.rewrite import grouped, packed, unpacked
 from ..reuse.ir.types import StructType, TensorType
 from .cut import Stage
@@ -313,3 +317,67 @@ def _active_received(stages: Sequence[Stage], differentiator: Differentiator) ->
         values = active_values(differentiator, stage.program, flags[-1])
         received = [v in values for v in stage.program.outputs[: stage.num_sent]]
     return flags
+
+
+# ---- random numbers --------------------------------------------------------------------------
+#
+# Stages get the same random numbers as in one process. A generator only goes forward, so at the
+# start of a step each rank draws and discards all numbers of all stages and micro-batches, and
+# keeps the generator's state before each forward of a stage.
+
+# The number of its random numbers depends only on the sizes of its operand.
+_DROPOUT = torch.ops.aten.native_dropout.default
+
+
+class StageDraws:
+    """The random draws of the forwards of stages, in order, by this rank's local programs."""
+
+    def __init__(self, forwards: Iterable[ir.Program] = ()) -> None:
+        self._drawing = [list(_drawing_nodes(program)) for program in forwards]
+        self._states: dict[tuple[int, int], Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return any(self._drawing)
+
+    @contextmanager
+    def step(self, num_micro_batches: int) -> Iterator[None]:
+        """Keeps the generator's state before each forward; leaves it as after a step."""
+        for micro_batch in range(num_micro_batches if self else 0):
+            for stage, nodes in enumerate(self._drawing):
+                self._states[stage, micro_batch] = torch.get_rng_state()
+                for node in nodes:
+                    x = TensorType.of(node.args[0].meta["val"]).empty()
+                    _DROPOUT(x, *node.args[1:])
+        after = torch.get_rng_state() if self else None
+        try:
+            yield
+        finally:
+            if after is not None:
+                torch.set_rng_state(after)
+
+    def begin(self, stage: int, micro_batch: int) -> None:
+        """Sets the generator to its state before this forward in a single process."""
+        if self:
+            torch.set_rng_state(self._states[stage, micro_batch])
+
+
+def check_draws(
+    forwards: Iterable[ir.Program], backwards: Iterable[ir.Program], device: str
+) -> None:
+    """Raises PlanError if stages draw random numbers that :class:`StageDraws` cannot repeat."""
+    late = [node for program in backwards for node in _drawing_nodes(program)]
+    for node in (*late, *(n for program in forwards for n in _drawing_nodes(program))):
+        if late or device != "cpu" or node.target is not _DROPOUT:
+            raise PlanError(
+                f"The model draws random numbers by {node.target}, and stages over a mesh draw for "
+                "dropout alone, on a CPU and in a forward, as one process does. Switch that off, "
+                "or use a mesh without a pipeline."
+            )
+
+
+def _drawing_nodes(program: ir.Program) -> Iterator[Any]:
+    for call in program.calls:
+        if isinstance(call.closure, ir.Composite):
+            yield from _drawing_nodes(call.closure.program)
+        elif isinstance(call.closure, ir.Leaf):
+            yield from filter(is_draw, call.closure.nodes)

@@ -12,7 +12,8 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partialmethod
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,16 +30,14 @@ from .actions import (
     BACKWARD_WEIGHT,
     COMPUTE,
     FORWARD,
-    SCHEDULES,
     Action,
     ActionTable,
     rank_of_stages,
 )
+from .plan import Progress
 from .process_groups import Ranks, stopped
-from .stage_derivative import StageDerivative
-from .steps import Progress, RankRunner, StageDraws
+from .stage_derivative import StageDerivative, StageDraws
 
-_CLASSES = {name: f"Schedule{name}" for name in SCHEDULES}
 _RECEIVES = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}
 # 1F1B waits for an action's sends before or right after the next action; the others wait at the end
 # of a step (GPipe: of its forwards, and of its backwards).
@@ -119,7 +118,7 @@ def _renumbered(actions: Sequence[Action]) -> list[Action]:
 
 def _make(schedule: str, stages: Sequence[Any], num_micro_batches: int) -> Any:
     """Makes PyTorch's schedule, with a loss function that returns the last stage's result."""
-    made = getattr(torch_schedules, _CLASSES[schedule])
+    made = getattr(torch_schedules, f"Schedule{schedule}")
     options = {"loss_fn": _returned_loss, "scale_grads": False}
     try:
         if issubclass(made, PipelineScheduleSingle):
@@ -132,6 +131,25 @@ def _make(schedule: str, stages: Sequence[Any], num_micro_batches: int) -> Any:
 
 def _returned_loss(output: Any, target: Tensor) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
+
+
+class RankRunner(Protocol):
+    """Runs the parts of a rank's stages, and holds the values that stages send and receive.
+
+    A ``way`` is ``"F"`` for activations, ``"B"`` for their gradients. Implemented in ``backend``.
+    """
+
+    def run(self, unit: int, part: str, flight: int, given: Sequence[Tensor]) -> list[Tensor]:
+        """Runs a part of a stage for a micro-batch; later runs may overwrite what it returns."""
+
+    def inbox(self, unit: int, way: str, flight: int) -> list[Tensor]:
+        """Returns memory to receive the values of another rank into."""
+
+    def outbox(self, unit: int, way: str, flight: int) -> list[Tensor]:
+        """Returns the values for another rank, in the form in which they are sent."""
+
+    def forget(self) -> None:
+        """Drops all micro-batches in flight."""
 
 
 class ClosureStage(PipelineStage):
@@ -200,23 +218,8 @@ class ClosureStage(PipelineStage):
 
     # ---- transfers -----------------------------------------------------------------------
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Starts to receive activations."""
-        return self._receive(FORWARD, fwd_chunk_id, self.stage_index - 1)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends activations on."""
-        return self._send(FORWARD, fwd_chunk_id, self.stage_index + 1)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Starts to receive gradients."""
-        return self._receive(BACKWARD, bwd_chunk_id, self.stage_index + 1)
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends gradients back."""
-        return self._send(BACKWARD, bwd_chunk_id, self.stage_index - 1)
-
-    def _receive(self, way: str, micro_batch: int, peer: int) -> list[dist.P2POp]:
+    def _receive(self, way: str, step: int, micro_batch: int) -> list[dist.P2POp]:
+        peer = self.stage_index + step
         kind = FORWARD if way == FORWARD else BACKWARD_INPUT if self._splits else BACKWARD
         self._progress.check_receive(Action(kind, self.stage_index, micro_batch))
         buffers = self._runs.inbox(self.stage_index, way, micro_batch)
@@ -224,11 +227,18 @@ class ClosureStage(PipelineStage):
             self.doing = f"receive {way}{micro_batch} from stage {peer}, rank {self._rank_of(peer)}"
         return [self._operation(dist.irecv, buffer, peer) for buffer in buffers]
 
-    def _send(self, way: str, micro_batch: int, peer: int) -> list[dist.P2POp]:
+    def _send(self, way: str, step: int, micro_batch: int) -> list[dist.P2POp]:
+        peer = self.stage_index + step
         tensors = self._runs.outbox(self.stage_index, way, micro_batch)
         if tensors:
             self.doing = f"send {way}{micro_batch} to stage {peer}, rank {self._rank_of(peer)}"
         return [self._operation(dist.isend, tensor, peer) for tensor in tensors]
+
+    # Activations come from the stage before and go to the next one, gradients the other way.
+    get_fwd_recv_ops = partialmethod(_receive, FORWARD, -1)  # type: ignore[assignment]
+    get_fwd_send_ops = partialmethod(_send, FORWARD, 1)  # type: ignore[assignment]
+    get_bwd_recv_ops = partialmethod(_receive, BACKWARD, 1)  # type: ignore[assignment]
+    get_bwd_send_ops = partialmethod(_send, BACKWARD, -1)  # type: ignore[assignment]
 
     def _operation(self, kind: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._rank_of(peer), self.group)

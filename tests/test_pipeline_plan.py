@@ -30,6 +30,7 @@ from lazyinline.pipeline_parallel.cut import cut_program
 from lazyinline.pipeline_parallel.plan import (
     Boundaries,
     PipelinePlan,
+    Progress,
     RankOrder,
     StagePlan,
     make_plan,
@@ -37,7 +38,6 @@ from lazyinline.pipeline_parallel.plan import (
     simulate,
 )
 from lazyinline.pipeline_parallel.stage_derivative import differentiate_stages
-from lazyinline.pipeline_parallel.steps import Progress
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.operators import CPU, OperatorCosts, ProgramCosts
 from lazyinline.reuse.ir.program import Program

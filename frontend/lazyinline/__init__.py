@@ -30,7 +30,7 @@ from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.saved.load import load
 from lazyinline.frontend.saved.save import save
 from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
-from lazyinline.pipeline_parallel.mesh.links import measure_links
+from lazyinline.pipeline_parallel.mesh.layouts import measure_links
 from lazyinline.recompute.planner import Budget
 from lazyinline.reuse.errors import (
     CacheError,

@@ -16,8 +16,7 @@ from ...pipeline_parallel.coloring import CallCost, NoSplitError
 from ...pipeline_parallel.cut import Stage
 from ...pipeline_parallel.mesh.plan import MeshPlan, Placements
 from ...pipeline_parallel.process_groups import users_of
-from ...pipeline_parallel.stage_derivative import StageDerivative, differentiate_stages
-from ...pipeline_parallel.steps import check_draws
+from ...pipeline_parallel.stage_derivative import StageDerivative, check_draws, differentiate_stages
 from ...recompute.planner import POLICIES
 from ...reuse.errors import LazyInlineError, PlanError
 from ...reuse.ir.program import Leaf, Program, RecomputeMark, UserInput, Value, tensor_type

@@ -19,7 +19,7 @@ from ...backend.files.container import CallError, Described, Parts, open_parts, 
 from ...backend.files.torch_store import DiskCache, open_cache
 from ...pipeline_parallel.cut import Colors, cut_program
 from ...pipeline_parallel.process_groups import all_ranks
-from ...pipeline_parallel.steps import check_draws
+from ...pipeline_parallel.stage_derivative import check_draws
 from ...recompute.planner import Budget
 from ...reuse import torch_pytree
 from ...reuse.errors import FileError, door

@@ -112,7 +112,9 @@ def given_plan(
         for pin in found:
             _apply(path, by_path[path], pin, dims)
             if pin.output is not None:
-                outputs[path] = _at(axes, tensor, pin.output)
+                outputs[path] = tuple(
+                    pin.output if i == tensor else Replicate() for i in range(len(axes))
+                )
     parameters = {
         name: _layout(name, parameter, axes, tensor, dims.get(id(parameter)))
         for name, parameter in _named(modules)
@@ -168,10 +170,6 @@ def all_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
 def _axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
     names = mesh.mesh_dim_names or ()
     return tuple((name, mesh.size(i)) for i, name in enumerate(names))
-
-
-def _at(axes: Sequence[Any], axis: int | None, placement: Placement) -> Placements:
-    return tuple(placement if i == axis else Replicate() for i in range(len(axes)))
 
 
 def _of_styles(modules: Mapping[str, nn.Module], styles: Styles) -> dict[str, list[Pins]]:

@@ -21,8 +21,7 @@ from ...reuse.ir.printer import bytes_text, seconds_text
 from ...reuse.ir.program import Closure, RecomputeMark, outputs_of
 from .choices import Choices, Edge, Group, Item
 from .folding import Port, folded_step
-from .layouts import LINKS, Axis, Layouts, Moves, Step, text
-from .links import Links, links_from
+from .layouts import LINKS, Axis, Layouts, Links, Moves, Step, links_from, text
 from .plan import LeafPlan, MeshPlan, NodeLayouts, Placements
 from .problem import OverMemoryError, Problem, Solution, layouts_at, moves_s, sharing
 from .torch_sharding_rules import layout_of, placements
