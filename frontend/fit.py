@@ -228,7 +228,7 @@ class _Offline:
     def fit(self, plan: Plan, recompute: PolicyName | None, room_bytes: int | None = None) -> Fit:
         """Compiles a plan; with ``"auto"``, one within ``room_bytes``."""
         # Imported late: DTensor takes as long to import as all of lazyinline.
-        from ..pipeline_parallel.mesh.given import check_mesh
+        from ..pipeline_parallel.mesh.plan import check_mesh
         from ..pipeline_parallel.mesh.torch_collectives import absent_ranks
 
         options = Options(

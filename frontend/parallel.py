@@ -173,7 +173,7 @@ def for_checkpoint(state: _State) -> _State:
 @contextmanager
 def _mesh_of(asked: Any, *, any_names: bool) -> Iterator[Any]:
     """Yields the given mesh, or a mesh of absent ranks for a dictionary of sizes."""
-    from ..pipeline_parallel.mesh.given import check_mesh
+    from ..pipeline_parallel.mesh.plan import check_mesh
     from ..pipeline_parallel.mesh.torch_collectives import absent_ranks
 
     is_elsewhere = isinstance(asked, Mapping)

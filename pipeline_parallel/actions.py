@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..reuse.errors import PipelineError
@@ -92,24 +91,16 @@ class ActionTable:
 
     def peak_bytes(self, rank: int, bytes_per_flight: Mapping[int, int]) -> int:
         """Returns the most bytes that a rank's micro-batches in flight hold, given one's."""
-        sums = (
-            sum(flights[stage] * num_bytes for stage, num_bytes in bytes_per_flight.items())
-            for flights in _flights(self.ranks[rank])
-        )
-        return max(sums, default=0)
-
-
-def _flights(actions: Sequence[Action]) -> Iterator[Counter[int]]:
-    """Yields, after each forward of a rank, the micro-batches that each stage has in flight."""
-    flights: Counter[int] = Counter()
-    for action in actions:
-        if action.kind == FORWARD:
-            flights[action.stage] += 1
-            yield flights
-        # Not after the early half of a backward: the late one still reads what the forward saved.
-        elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
-            flights[action.stage] -= 1
-    assert not +flights, f"{flights} end without a backward"
+        held = most = 0
+        for action in self.ranks[rank]:
+            if action.kind == FORWARD:
+                held += bytes_per_flight.get(action.stage, 0)
+            # The late half of a backward still reads what the forward saved.
+            elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
+                held -= bytes_per_flight.get(action.stage, 0)
+            most = max(most, held)
+        assert not held, f"{held} bytes stay without a backward"
+        return most
 
 
 def schedule_name(name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -341,7 +342,7 @@ def color_balanced(
     flights = np.array(table.in_flight())[:, None, None]
     if memory_bytes_per_rank is not None:
         # The stages of a rank get even parts of its memory, because their needs depend on the cut.
-        room = memory_bytes_per_rank / stages_per_rank(table) - owned
+        room = memory_bytes_per_rank / max(Counter(table.rank_of).values()) - owned
         times += extra_seconds([c.variants for c in costs], room[None] / flights - kept)
     found = partition(times, table.num_micro_batches)
     if found is None:
@@ -446,11 +447,6 @@ def hull_steps(options: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
         found.append((options[there][0] - options[here][0], options[here][1] - options[there][1]))
         here = there
     return found
-
-
-def stages_per_rank(table: ActionTable) -> int:
-    """Returns the most stages that one rank holds."""
-    return max(len(table.stages_of(r)) for r in range(len(table.ranks)))
 
 
 def _tensors(program: Program, path: Path) -> dict[int, int]:

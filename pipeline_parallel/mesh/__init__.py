@@ -4,8 +4,7 @@ plan                  the placements of a step's tensors
 given                 makes a plan of what the user says: styles of modules, pins of parameters
 planner               finds a plan, the cheapest by the costs of a device and of a mesh; its text
 folding               a step for planning: each different leaf once, tensors of one layout as slots
-layouts               layouts on the axes of a mesh, and the cost of redistributing a tensor
-links                 measures how fast ranks communicate, and keeps it in a file
+layouts               layouts on the axes of a mesh, the cost of redistributing, measured links
 torch_sharding_rules  adapter: DTensor's rules, as ways to compute an operator on one axis
 choices               groups of operators, each with its options and their seconds
 problem               chooses an option for each group, by a linear program

@@ -37,7 +37,7 @@ from ...reuse.ir.operators import tensors_of
 from ...reuse.torch_names import RESHAPES
 from .folding import folded_step
 from .layouts import split
-from .plan import GATHERED, PIPELINE, REPLICATED, TENSOR, MeshPlan, Placements
+from .plan import GATHERED, TENSOR, MeshPlan, Placements
 from .sharded import result_of_weight
 from .torch_sharding_rules import placement as placement_of
 
@@ -62,26 +62,6 @@ class Pins:
 
     parameters: Mapping[str, Placement] = field(default_factory=dict)
     output: Placement | None = None
-
-
-def check_mesh(mesh: Any, *, any_names: bool = False) -> DeviceMesh:
-    """Returns a mesh; PlanError unless the names of its dimensions say what they are for."""
-    if not isinstance(mesh, DeviceMesh):
-        raise PlanError(
-            f"mesh= takes a DeviceMesh, not {type(mesh).__name__}. Make one with "
-            'torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")).'
-        )
-    known = (*REPLICATED, *GATHERED, *TENSOR, *PIPELINE)
-    names = mesh.mesh_dim_names or ()
-    is_twice = any(sum(n in kind for n in names) > 1 for kind in (TENSOR, PIPELINE))
-    if not names or is_twice or (set(names) - set(known) and not any_names):
-        raise PlanError(
-            f"The dimensions of the mesh are named {names}. Each needs a name that says what it "
-            f"is for: {', '.join(REPLICATED)} (each rank has its own rows of the batch), "
-            f"{', '.join(GATHERED)} (the same, and parameters are split for memory), one of "
-            f"{', '.join(TENSOR)} (tensor parallel), or one of {', '.join(PIPELINE)} (stages)."
-        )
-    return mesh
 
 
 def given_plan(

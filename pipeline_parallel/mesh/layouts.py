@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...reuse.errors import PlanError, door
+from .plan import check_mesh
 
 
 class Layout(NamedTuple):
@@ -270,7 +271,6 @@ def measure_links(mesh: Any, path: str | os.PathLike[str] | None = None) -> dict
         ... )
     """
     # Imported late: DTensor takes as long to import as all of lazyinline.
-    from .given import check_mesh
     from .torch_collectives import collectives_over, groups_of
 
     mesh = check_mesh(mesh, any_names=True)

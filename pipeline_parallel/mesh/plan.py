@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.fx
 
+from ...reuse.errors import PlanError
 from ...reuse.ir.program import Closure, RecomputeMark
 
 if TYPE_CHECKING:  # importing it takes as long as importing all of lazyinline
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 REPLICATED = ("data", "dp", "dp_replicate")
@@ -25,6 +27,28 @@ PIPELINE = ("pipeline", "pp")
 
 Placements: TypeAlias = "tuple[Placement, ...]"
 """The placement of one tensor on each dimension of the mesh, as DTensor has them."""
+
+
+def check_mesh(mesh: Any, *, any_names: bool = False) -> DeviceMesh:
+    """Returns a mesh; PlanError unless the names of its dimensions say what they are for."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise PlanError(
+            f"mesh= takes a DeviceMesh, not {type(mesh).__name__}. Make one with "
+            'torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")).'
+        )
+    known = (*REPLICATED, *GATHERED, *TENSOR, *PIPELINE)
+    names = mesh.mesh_dim_names or ()
+    is_twice = any(sum(n in kind for n in names) > 1 for kind in (TENSOR, PIPELINE))
+    if not names or is_twice or (set(names) - set(known) and not any_names):
+        raise PlanError(
+            f"The dimensions of the mesh are named {names}. Each needs a name that says what it "
+            f"is for: {', '.join(REPLICATED)} (each rank has its own rows of the batch), "
+            f"{', '.join(GATHERED)} (the same, and parameters are split for memory), one of "
+            f"{', '.join(TENSOR)} (tensor parallel), or one of {', '.join(PIPELINE)} (stages)."
+        )
+    return mesh
 
 
 @dataclass(frozen=True)

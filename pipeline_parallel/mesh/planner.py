@@ -164,7 +164,9 @@ def _row(taken: Taken, item: Item, axes: Sequence[Axis]) -> tuple[str, ...] | No
     # Elementwise operators without collectives are left out: they have their operands' layout.
     if not steps and not is_heavy(item.node):
         return None
-    moves = " + ".join(step_text(step, axes) for step in steps)
+    moves = " + ".join(
+        f"{one.kind} over {axes[one.axis].name} {bytes_text(one.num_bytes)}" for one in steps
+    )
     name = f"{item.node.name} {tuple(item.outputs[0].shape)}"
     return name, _layouts(taken, item), moves, _next_best(taken, item)
 
@@ -191,11 +193,6 @@ def _layouts(taken: Taken, item: Item, option: int | None = None) -> str:
     inputs, outputs = taken.ways(item, option)
     given = " ".join(text(one) for one in inputs if one is not None)
     return f"{given} -> {' '.join(map(text, outputs))}"
-
-
-def step_text(step: Step, axes: Sequence[Axis]) -> str:
-    """Returns a step in words."""
-    return f"{step.kind} over {axes[step.axis].name} {bytes_text(step.num_bytes)}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

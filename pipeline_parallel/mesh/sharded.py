@@ -206,8 +206,6 @@ class Sharder:
     ) -> Sharded:
         """Returns a closure that redistributes several tensors together."""
         key = ("moved", *whole, *local, *ways)
-        if key not in self.made and (alike := self.ends.alike(key)) is not None:
-            self.made[key] = alike
         if key not in self.made:
             graph = torch.fx.Graph()
             names = tuple(f"x{i}" for i in range(len(whole)))
@@ -215,7 +213,8 @@ class Sharder:
             leaf = ir.Leaf("gradients", module_of(graph), (*whole,), (*whole,), names, "aten")
             plan = LeafPlan(outputs=tuple(target for _, target in ways))
             layouts = tuple(TensorPlan(held) for held, _ in ways)
-            self.made[key] = self._leaf(leaf, plan, tuple(local), layouts, frozenset())
+            made = self.ends.alike(key)
+            self.made[key] = made or self._leaf(leaf, plan, tuple(local), layouts, frozenset())
         return self.made[key]
 
     def _program(

@@ -6,9 +6,8 @@ one axis. An older one, such as that of a view, takes the placements that operan
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -262,10 +261,11 @@ class Rules:
         if len(occurrences) == 1:
             tries = [{occurrences[0]: [one]} for one in candidates[occurrences[0]]]
         for tried in tries:
-            strategies = {
+            strategies: dict[torch.fx.Node, Any] = {
                 n: OpStrategy([self._spec(one, metas[n]) for one in tried[n]]) for n in occurrences
             }
-            args, kwargs = _with((node.args, node.kwargs), strategies)
+            given: Any = node.args, node.kwargs
+            args, kwargs = map_arg(given, strategies.__getitem__)
             args = tuple(TupleStrategy(a) if _is_list_of_tensors(a) else a for a in args)
             try:
                 made = self._old[target](OpSchema(target, args, dict(kwargs)))
@@ -292,10 +292,6 @@ def _joined_in_parts(
     shapes = {tensors_of(n)[0].shape for n in operands}
     if len(shapes) == 1 and shapes.pop()[dim] * len(operands) == shape[dim]:
         yield [split(dim % len(shape), len(operands))], [split(dim % len(shape))] * len(operands)
-
-
-def _with(arguments: Any, values: Mapping[torch.fx.Node, Any]) -> Any:
-    return map_arg(arguments, values.__getitem__)
 
 
 def is_zero(operand: Any) -> bool:
@@ -329,13 +325,8 @@ def _is_list_of_tensors(argument: Any) -> bool:
     return isinstance(argument, (tuple, list)) and any(isinstance(a, OpStrategy) for a in argument)
 
 
-@functools.cache
-def _type_meta(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
-    return TensorMeta(shape, stride, dtype)
-
-
 def _meta(node: torch.fx.Node) -> Any:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return value
-    return _type_meta(value.shape, value.stride(), value.dtype)
+    return TensorMeta(value.shape, value.stride(), value.dtype)
