@@ -104,24 +104,15 @@ def record_graph(leaf: Leaf, traced: Traced | None = None) -> kernel_list.Kernel
 def _record_update(leaf: Leaf) -> kernel_list.KernelList:
     """Records an optimizer update: one launch, whose results are operands changed in place."""
     node, types_ = leaf.nodes[0], flat_types(leaf.input_types)
-    buffers = {entry: i for i, entry in enumerate(leaf.entries)}
     views = [kernel_list.View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate(types_)]
-    args: Any = map_arg(node.args, lambda entry: views[buffers[entry]])  # type: ignore[arg-type, return-value]
-    places = results_in_place(leaf)
-    infos = [kernel_list.BufferInfo("input", t.num_bytes, 0, 0) for t in types_]
-    function = IN_PLACE[node.target]
-    launch = kernel_list.Launch(
-        leaf.name, function, tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args), ()
-    )
-    results = tuple(views[i] for i in places)
-    return kernel_list.KernelList(
-        leaf.name,
-        len(types_),
-        tuple(infos),
-        (launch,),
-        results,
-        tuple(flat_types(leaf.output_types)),
-    )
+    view_of: Any = dict(zip(leaf.entries, views, strict=True)).__getitem__
+    args = map_arg(node.args, view_of)
+    plain = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
+    launch = kernel_list.Launch(leaf.name, IN_PLACE[node.target], plain, ())
+    buffers = tuple(kernel_list.BufferInfo("input", t.num_bytes, 0, 0) for t in types_)
+    results = tuple(views[i] for i in results_in_place(leaf))
+    made = tuple(flat_types(leaf.output_types))
+    return kernel_list.KernelList(leaf.name, len(types_), buffers, (launch,), results, made)
 
 
 def can_record(wrapper: Callable[..., Any]) -> bool:
@@ -199,9 +190,7 @@ class _Recorder(TorchDispatchMode):
         environment = traced.sizes.environment if traced else None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
         self._buffers: dict[int, int] = {}
-        self._kinds: list[kernel_list.ClosureBuffer] = []
-        self._bytes: list[int] = []
-        self._keep: list[torch.Tensor] = []
+        self._held: list[tuple[kernel_list.ClosureBuffer, int, torch.Tensor]] = []
         self._launches: list[kernel_list.Launch] = []
         made = flat_types(leaf.output_types)
         self._device = next((t.device for t in (*self._types, *made)), torch.device("cpu"))
@@ -219,10 +208,8 @@ class _Recorder(TorchDispatchMode):
             yield
 
     def _add_buffer(self, tensor: torch.Tensor, kind: kernel_list.ClosureBuffer) -> None:
-        self._buffers[memory_id(tensor)] = len(self._kinds)
-        self._kinds.append(kind)
-        self._bytes.append(self._number(tensor.untyped_storage().nbytes()))
-        self._keep.append(tensor)
+        self._buffers[memory_id(tensor)] = len(self._held)
+        self._held.append((kind, self._number(tensor.untyped_storage().nbytes()), tensor))
 
     def allocate(
         self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device | None = None
@@ -285,8 +272,7 @@ class _Recorder(TorchDispatchMode):
         self._launch(name, _NATIVE_OUT_FORMS[func], args, {**kwargs, "out": result})
         if self._launches[-1].native is not None:
             return True
-        self._launches.pop()
-        self._kinds.pop(), self._bytes.pop(), self._keep.pop()
+        self._launches.pop(), self._held.pop()
         del self._buffers[memory_id(result)]
         return False
 
@@ -398,16 +384,14 @@ class _Recorder(TorchDispatchMode):
         traced = flat_types(self._traced.output_types)
         promised = zip(outputs, types_, traced, strict=True)
         views = tuple(self._as_promised(*one) for one in promised)
-        first, last = [-1] * len(self._kinds), [-1] * len(self._kinds)
+        first, last = [-1] * len(self._held), [-1] * len(self._held)
         for index, launch in enumerate(self._launches):
             for view in launch.views():
                 first[view.buffer] = index if first[view.buffer] < 0 else first[view.buffer]
                 last[view.buffer] = index
         buffers = tuple(
             kernel_list.BufferInfo(kind, size, first[i], last[i], tensor.device)
-            for i, (kind, size, tensor) in enumerate(
-                zip(self._kinds, self._bytes, self._keep, strict=True)
-            )
+            for i, (kind, size, tensor) in enumerate(self._held)
         )
         launches = tuple(self._launches)
         in_place = _in_place(self._leaf, launches)
