@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from ...autodiff.traces.torch_partition import copy_graph
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.types import HOST, StructType, TensorType, Type
+from ...reuse.ir.types import HOST, TensorType, map_type
 from ..launches.torch_native import built_library
 from .targets import Target
 from .torch_cuda import TritonKernel
@@ -158,12 +158,15 @@ def moved_leaf(leaf: Leaf, device: torch.device) -> Leaf:
     module = copy_graph(leaf.module)
     mode = new_fake_mode(module)
 
+    def on_it(type_: TensorType) -> TensorType:
+        return type_ if type_.device == HOST else replace(type_, device=device)
+
     def moved(value: Any) -> Any:
         """Returns a device or a fake tensor, moved to the device."""
         if isinstance(value, torch.device):
             return value if value == HOST else device
         if isinstance(value, torch.Tensor):
-            return fake_tensor(mode, _on(TensorType.of(value), device))
+            return fake_tensor(mode, on_it(TensorType.of(value)))
         return value
 
     for node in module.graph.nodes:
@@ -172,21 +175,6 @@ def moved_leaf(leaf: Leaf, device: torch.device) -> Leaf:
         if "val" in node.meta:
             node.meta["val"] = torch.fx.node.map_aggregate(node.meta["val"], moved)
     module.recompile()
-    return replace(
-        leaf,
-        module=module,
-        input_types=_all_on(leaf.input_types, device),
-        output_types=_all_on(leaf.output_types, device),
-    )
-
-
-def _all_on(types: Sequence[Type], device: torch.device) -> tuple[Type, ...]:
-    return tuple(_on(type_, device) for type_ in types)
-
-
-def _on(type_: Any, device: torch.device) -> Any:
-    if isinstance(type_, StructType):
-        return StructType(_all_on(type_.fields, device))
-    if type_.device == HOST:
-        return type_
-    return TensorType(type_.dtype, type_.shape, type_.stride, device)
+    both = (leaf.input_types, leaf.output_types)
+    inputs, outputs = (tuple(map_type(type_, on_it) for type_ in types) for types in both)
+    return replace(leaf, module=module, input_types=inputs, output_types=outputs)

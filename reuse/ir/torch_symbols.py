@@ -32,7 +32,7 @@ from torch.utils._sympy.symbol import SymT, make_symbol
 from ..errors import CaptureError
 from ..torch_names import module_of
 from .torch_fake_rules import errors_unlogged, kernels_own_rules
-from .types import StructType, TensorType, Type
+from .types import TensorType, Type, map_type
 
 
 def computing_node(
@@ -321,9 +321,7 @@ def tensor_type_at(type_: TensorType, values: Values) -> TensorType:
 
 def type_at(type_: Type, values: Values) -> Type:
     """Returns a type with a number in place of each size."""
-    if isinstance(type_, TensorType):
-        return tensor_type_at(type_, values)
-    return StructType(tuple(type_at(field, values) for field in type_.fields))
+    return map_type(type_, lambda one: tensor_type_at(one, values))
 
 
 def refuse_inexact(module: torch.fx.GraphModule) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -190,6 +190,13 @@ def flatten_type(type_: Type) -> Iterator[TensorType]:
         return
     for field in type_.fields:
         yield from flatten_type(field)
+
+
+def map_type(type_: Type, change: Callable[[TensorType], TensorType]) -> Type:
+    """Returns a type with every tensor type in it changed."""
+    if isinstance(type_, TensorType):
+        return change(type_)
+    return StructType(tuple(map_type(field, change) for field in type_.fields))
 
 
 # ---- how a tensor is sent ------------------------------------------------------------------------
