@@ -215,7 +215,7 @@ ROWS = (
         "what cannot be captured",
         "runs eagerly between compiled parts; packed sequences, LSTM",
         "gradients, 1e-5",
-        "test_fallback.py::test_what_cannot_be_captured_runs_eagerly_between_compiled_parts",
+        "test_fallback.py::test_what_cannot_be_captured_is_eager_between_compiled_parts",
         "test_fallback.py::test_packed_sequences_run_between_compiled_parts",
     ),
     _row(

@@ -252,6 +252,19 @@ def test_a_region_with_options_for_another_compiler_is_handed_on() -> None:
         assert_close(torch.compile(model, backend=backend)(x), model(x))
 
 
+def halves(self: Any, x: Tensor) -> Tensor:
+    """Two stacks, and in between what Dynamo does not capture."""
+    x = self.first(x)
+    torch._dynamo.graph_break()
+    return self.second(x)
+
+
+def test_graph_breaks_are_dynamos() -> None:
+    compiled = assert_trains_like_eager(Made(halves, first=net(), second=net()), batch(), batch())
+    assert len(compiled.graphs) == 2
+    assert all(any(compiled.shared(number)) for number in range(2))
+
+
 def test_a_length_that_varies_is_compiled_once_and_linked() -> None:
     batches = [batch(length) for length in (5, 6, 7, 9, 6)]
     compiled = assert_trains_like_eager(net(), *batches)
