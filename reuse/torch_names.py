@@ -44,10 +44,8 @@ def operators_tagged(tag: torch.Tag) -> tuple[Any, ...]:
 
 def operator_named(name: str) -> Any:
     """Returns the operator of a name as the dispatcher writes it, ``aten::add.Tensor``, or None."""
-    space, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    found = getattr(getattr(torch.ops, space), packet, None)
-    return getattr(found, overload or "default", None)
+    printed = name.replace("::", ".")
+    return operator_as_printed(printed if "." in name else f"{printed}.default")
 
 
 def operator_as_printed(name: str) -> Any:

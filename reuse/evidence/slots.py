@@ -332,9 +332,8 @@ def held_at(holder: Any, step: Step) -> Any:
     """Returns what an object, a list or a dictionary itself holds, or ABSENT."""
     kind, key = step
     if kind == "length":
-        return (
-            len(holder) if type(holder) is list else tuple(holder) if _is_dict(holder) else ABSENT
-        )
+        keys = tuple(holder) if _is_dict(holder) else ABSENT
+        return len(holder) if type(holder) is list else keys
     if kind == "attribute":
         return (own_table(holder) or {}).get(key, ABSENT)
     key = _number(key) if kind == "index" else key

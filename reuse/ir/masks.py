@@ -52,15 +52,14 @@ class _Constant:
         entries = [n for n in found if n in self.given]
         rest = sorted(found.difference(entries))
         module = cut_leaf("constant", rest, entries, [self.node]).module
+        cpu = torch.device("cpu")
         for node in module.graph.nodes:
-            node.args, node.kwargs = (map_aggregate(x, _on_cpu) for x in (node.args, node.kwargs))
+            node.args, node.kwargs = map_aggregate(
+                (node.args, node.kwargs), lambda x: cpu if isinstance(x, torch.device) else x
+            )
         operands = [self.given[n].numbers() for n in entries]
         result: torch.Tensor = ModalInterpreter(module).run_flat(operands)[0]
         return result
-
-
-def _on_cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _constants(leaf: Leaf, given: _Given) -> dict[object, _Constant]:

@@ -244,13 +244,10 @@ class Rates:
 
     def seconds(self, flops: int, num_bytes: int, dtype: torch.dtype = torch.float32) -> float:
         """Returns the longer of the times for FLOPs and for memory traffic, which overlap."""
-        return max(flops / self._products_per_s(dtype), num_bytes / self.bytes_per_s)
-
-    def _products_per_s(self, dtype: torch.dtype) -> float:
-        if dtype in (torch.float16, torch.bfloat16):
-            return max(self.flops_per_s, self.half_flops_per_s)
-        allows_tf32 = dtype is torch.float32 and matmul_precision()[0] == "tf32"
-        return max(self.flops_per_s, self.tf32_flops_per_s if allows_tf32 else 0.0)
+        faster = self.half_flops_per_s if dtype in (torch.float16, torch.bfloat16) else 0.0
+        if dtype is torch.float32 and matmul_precision()[0] == "tf32":
+            faster = self.tf32_flops_per_s
+        return max(flops / max(self.flops_per_s, faster), num_bytes / self.bytes_per_s)
 
 
 CPU = Rates(4e10, 8e9, transfer_bytes_per_s=2e9, transfer_latency_s=1e-4)
