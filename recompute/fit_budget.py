@@ -151,7 +151,9 @@ class BudgetFit:
     def _best_linked(self, limit: int) -> Counts | None:
         """Returns the counts with the least work among those linked within a limit."""
         fitting = [list(c) for c, peak in self._peaks_linked.items() if peak <= limit]
-        return min(fitting, key=self._extra_s, default=None)
+        return min(
+            fitting, key=lambda c: sum(n * v.extra_s for n, v in self._taken(c)), default=None
+        )
 
     @functools.cached_property
     def _lowest(self) -> Counts:
@@ -203,9 +205,6 @@ class BudgetFit:
         """Yields how many calls take each variant."""
         for same, numbers in zip(self._same, counts, strict=True):
             yield from zip(numbers, same.variants, strict=True)
-
-    def _extra_s(self, counts: Counts) -> float:
-        return sum(n * variant.extra_s for n, variant in self._taken(counts))
 
     def _all_at(self, variant: int) -> Counts:
         """Returns counts where all calls take one variant of their closure's frontier."""
