@@ -320,16 +320,10 @@ def compile_graph(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Run:
-    """Compiles a graph that Dynamo captured. PyTorch calls it; see ``torch.compile``.
+    """Compiles a graph that Dynamo captured; PyTorch calls it, see ``torch.compile``.
 
-    Args:
-        module: the graph.
-        inputs: the inputs that it was captured for.
-        options: ``backend``, ``recompute`` and ``reuse``, as :func:`compile` takes them.
-        mode: None or ``"default"``.
-
-    Raises:
-        PlanError, ReuseError: for options that do not exist.
+    ``options`` are ``backend``, ``recompute`` and ``reuse``, as :func:`compile` takes them; an
+    option that does not exist raises PlanError or ReuseError.
 
     Example:
         >>> model = torch.compile(model, backend="lazyinline", options={"recompute": "full"})

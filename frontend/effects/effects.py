@@ -402,10 +402,6 @@ class ModuleChanges(_Changes):
         self._before.clear()
         return new
 
-    def _described(self, module: nn.Module, name: Any) -> str:
-        line = self._written.get((id(module), name), "")  # "" if it was set in the __dict__
-        return f"attribute {name!r} of {type(module).__name__}{f' at {line}' if line else ''}"
-
     def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
         for module, tables in self._before.values():
             for table, before in tables:
@@ -413,8 +409,10 @@ class ModuleChanges(_Changes):
                     held, now = before.get(name, ABSENT), table.get(name, ABSENT)
                     if same(now, held) or not self._counts(module, table, name, now, reads):
                         continue
-                    what, is_kept = self._described(module, name), (id(module), name) in self._kept
-                    yield _Change(what, _putting(table, name), held, now, is_kept)
+                    key, what = (id(module), name), f"attribute {name!r} of {type(module).__name__}"
+                    if line := self._written.get(key):  # else it was set in the __dict__
+                        what = f"{what} at {line}"
+                    yield _Change(what, _putting(table, name), held, now, key in self._kept)
 
     def _counts(self, module: nn.Module, table: Any, name: Any, now: Any, reads: Reads) -> bool:
         """Whether a change matters: it was set by code, read before, or holds a fake tensor."""

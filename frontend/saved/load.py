@@ -52,10 +52,10 @@ from .parts import ReadProgram, model_inputs, read_program, take_made, used_para
 from .ranks import Arrivals, check_number, read_colors, read_ranks, read_stages, together
 from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
 from .saved_model import (
-    Refusing,
     SavedModel,
     TensorNames,
     class_name_of,
+    refuse_call,
     set_modes,
     tensor_of,
     tree_of,
@@ -261,7 +261,7 @@ class Opened:
                 # Symbols of two captures differ, so each has a compiler of its own.
                 own = compiler if inputs.sizes is None else Compiler(self.options)
                 self._adopt(calls, own, self._state(own, number, model, inputs), inputs)
-        calls.refuse_others(Refusing(calls, self._told["class"]))
+        calls.refuse_others(partial(refuse_call, calls, self._told["class"]))
         return loaded
 
     def _put_objects(self) -> None:

@@ -137,24 +137,18 @@ def class_name_of(model: nn.Module) -> str:
 # ---- calls that no program fits ------------------------------------------------------------------
 
 
-class Refusing:
-    """Refuses a call that no program of a file fits."""
-
-    def __init__(self, calls: Dispatcher[Any], class_name: str) -> None:
-        self._calls, self._class_name = calls, class_name
-
-    def __call__(self, inputs: Inputs) -> NoReturn:
-        """Raises a NoProgramError that lists the programs."""
-        rows = [_row(guard, inputs, linker) for guard, linker in self._calls.symbolic_programs]
-        numbers = [x for x in self._calls.entries if x.compiled.linker is None]
-        rows += [_row(entry.guard, inputs) for entry in numbers]
-        way = "training" if torch.is_grad_enabled() else "inference"
-        raise NoProgramError(
-            f"This {self._class_name} was loaded from a file, which has programs and no Python: "
-            f"none of them is for a call like this, {way} with {shown(inputs.given)}. It has "
-            f"{'; '.join(dict.fromkeys(rows)) or 'none for the model as it is now'}. Call it as "
-            "before it was saved, or save it after such a call."
-        )
+def refuse_call(calls: Dispatcher[Any], class_name: str, inputs: Inputs) -> NoReturn:
+    """Raises a NoProgramError, which lists the programs, for a call that none of a file fits."""
+    rows = [_row(guard, inputs, linker) for guard, linker in calls.symbolic_programs]
+    numbers = [x for x in calls.entries if x.compiled.linker is None]
+    rows += [_row(entry.guard, inputs) for entry in numbers]
+    way = "training" if torch.is_grad_enabled() else "inference"
+    raise NoProgramError(
+        f"This {class_name} was loaded from a file, which has programs and no Python: "
+        f"none of them is for a call like this, {way} with {shown(inputs.given)}. It has "
+        f"{'; '.join(dict.fromkeys(rows)) or 'none for the model as it is now'}. Call it as "
+        "before it was saved, or save it after such a call."
+    )
 
 
 def _row(guard: Guard, inputs: Inputs, linker: Any = None) -> str:
