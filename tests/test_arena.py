@@ -2,7 +2,7 @@
 
 import itertools
 import lzma
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import memory_plan
@@ -20,7 +20,7 @@ from lazyinline.backend.arena import ArenaPlan, Buffers, IntArray, lower_bound
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import PlanError, VerifyError
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 
 
@@ -258,7 +258,7 @@ def test_a_training_step_is_searched_on_chains_of_equal_buffers() -> None:
 
 
 @pytest.mark.sweep
-def test_pangu(tmp_path: pathlib.Path) -> None:
+def test_pangu(tmp_path: Path) -> None:
     path = tmp_path / "pangu.csv"
     path.write_bytes(lzma.decompress((DATA / "pangu_2.6B.csv.xz").read_bytes()))
     buffers = read_problem_csv(path).buffers
@@ -283,14 +283,14 @@ def test_pangu(tmp_path: pathlib.Path) -> None:
         ("id,lower,upper,size\n\xff\xfe", "not a CSV file"),
     ],
 )
-def test_bad_file(tmp_path: pathlib.Path, text: str, message: str) -> None:
+def test_bad_file(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "problem.csv"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(PlanError, match=message):
         read_problem_csv(path)
 
 
-def test_file_in_another_order_with_more_columns(tmp_path: pathlib.Path) -> None:
+def test_file_in_another_order_with_more_columns(tmp_path: Path) -> None:
     path = tmp_path / "problem.csv"
     path.write_text("\ufeffsize,alignment,id,upper,lower\n64,1,a,5,0\n\n32,1,b,9,4\n", "utf-8")
     problem = read_problem_csv(path)
@@ -299,9 +299,7 @@ def test_file_in_another_order_with_more_columns(tmp_path: pathlib.Path) -> None
     assert problem.buffers.size.tolist() == [64, 32]
 
 
-def test_the_plan_of_a_file_is_written_beside_it(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_of_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "offsets.csv"
     options = ["--offsets", str(out), "--effort", "0.1", "--alignment", "512"]
     memory_plan.main([str(DATA / "resnet50.csv"), *options])

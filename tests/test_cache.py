@@ -8,12 +8,12 @@ import errno
 import hashlib
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 from unittest import mock
@@ -35,7 +35,7 @@ from lazyinline.reuse.errors import CacheError, CacheWarning
 from lazyinline.reuse.ir.program import Leaf, walk_closures
 from lazyinline_command.main import main
 
-Fault = Callable[[pathlib.Path], Any]
+Fault = Callable[[Path], Any]
 
 
 @lazyinline.lazy_inline
@@ -85,7 +85,7 @@ def assert_right(numbers: list[torch.Tensor], model: nn.Module | None = None) ->
 
 
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache directory that one compile has filled."""
     directory = tmp_path_factory.mktemp("filled")
     with pytest.MonkeyPatch.context() as patch:
@@ -98,18 +98,18 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture
-def directory(filled: pathlib.Path) -> pathlib.Path:
+def directory(filled: Path) -> Path:
     """A copy of it, in use."""
     own = default_directory()
     shutil.copytree(filled, own, dirs_exist_ok=True)
     return own
 
 
-def entries(directory: pathlib.Path) -> list[pathlib.Path]:
+def entries(directory: Path) -> list[Path]:
     return sorted((directory / "entries").iterdir())
 
 
-def objects(directory: pathlib.Path) -> list[pathlib.Path]:
+def objects(directory: Path) -> list[Path]:
     return sorted((directory / "objects").iterdir())
 
 
@@ -134,7 +134,7 @@ def test_a_warm_start_traces_lowers_and_plans_nothing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.smoke
-def test_a_new_process_starts_warm(directory: pathlib.Path) -> None:
+def test_a_new_process_starts_warm(directory: Path) -> None:
     code = (
         "import sys, warnings; warnings.simplefilter('error'); sys.path.insert(0, sys.argv[1])\n"
         "import test_cache as t\n"
@@ -143,7 +143,7 @@ def test_a_new_process_starts_warm(directory: pathlib.Path) -> None:
         "print('torch._inductor.compile_fx' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(pathlib.Path(__file__).parent)],
+        [sys.executable, "-c", code, str(Path(__file__).parent)],
         capture_output=True,
         text=True,
         check=False,
@@ -154,7 +154,7 @@ def test_a_new_process_starts_warm(directory: pathlib.Path) -> None:
 
 
 @pytest.mark.usefixtures("directory")
-def test_a_rebuilt_derivative_can_be_lowered_again(directory: pathlib.Path) -> None:
+def test_a_rebuilt_derivative_can_be_lowered_again(directory: Path) -> None:
     for path in entries(directory):
         if b'"KernelList"' in path.read_bytes():
             path.unlink()
@@ -287,12 +287,12 @@ def test_an_operator_of_the_users_own_is_not_kept() -> None:
     assert "the operator lazyinline_cache_test.twice" in reason
 
 
-def each_entry(change: Callable[[pathlib.Path], Any]) -> Fault:
+def each_entry(change: Callable[[Path], Any]) -> Fault:
     return lambda directory: [change(path) for path in entries(directory)]
 
 
 @pytest.mark.parametrize("accident", [*damage.WAYS, "swapped"])
-def test_what_is_read_is_what_was_written_or_nothing(accident: str, tmp_path: pathlib.Path) -> None:
+def test_what_is_read_is_what_was_written_or_nothing(accident: str, tmp_path: Path) -> None:
     source = tmp_path / "object"
     for seed in range(12):
         random, cache = Random(seed), DiskCache(tmp_path / str(seed))
@@ -321,7 +321,7 @@ def test_what_is_read_is_what_was_written_or_nothing(accident: str, tmp_path: pa
         assert later.read("key1") == values["key1"]
 
 
-def with_unknown_operators(path: pathlib.Path) -> None:
+def with_unknown_operators(path: Path) -> None:
     """Changes the value of an entry, and gives it the right digest."""
     text = json.dumps(json.loads(path.read_bytes().partition(b"\n")[2])["value"])
     value = json.loads(text.replace('"aten.', '"os.').replace('"torch.', '"os.'))
@@ -329,7 +329,7 @@ def with_unknown_operators(path: pathlib.Path) -> None:
     path.write_bytes(f"lazyinline cache 1 {hashlib.sha256(body).hexdigest()}\n".encode() + body)
 
 
-def accidents(directory: pathlib.Path) -> None:
+def accidents(directory: Path) -> None:
     """One to each file."""
     random = Random(0)
     for path in (*entries(directory), *objects(directory)):
@@ -344,7 +344,7 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_damaged_is_made_anew(fault: str, directory: pathlib.Path) -> None:
+def test_what_is_damaged_is_made_anew(fault: str, directory: Path) -> None:
     FAULTS[fault](directory)
     with pytest.warns(CacheWarning):
         numbers, report = compiled_anew()
@@ -357,8 +357,8 @@ def test_what_is_damaged_is_made_anew(fault: str, directory: pathlib.Path) -> No
     assert report.cache.num_made == 0 and report.cache.num_loaded >= 4
 
 
-def test_an_entry_that_is_a_folder_stops_writing_and_nothing_else(directory: pathlib.Path) -> None:
-    each_entry(lambda p: damage.instead(p, pathlib.Path.mkdir))(directory)
+def test_an_entry_that_is_a_folder_stops_writing_and_nothing_else(directory: Path) -> None:
+    each_entry(lambda p: damage.instead(p, Path.mkdir))(directory)
     with pytest.warns(CacheWarning, match="cannot be written to"):
         numbers, _ = inferred_anew()
     assert_right(numbers)
@@ -366,9 +366,7 @@ def test_an_entry_that_is_a_folder_stops_writing_and_nothing_else(directory: pat
 
 @pytest.mark.parametrize("folder", [".", "entries", "objects"])
 @pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_a_directory_that_others_can_write_to_is_refused(
-    directory: pathlib.Path, folder: str, mode: int
-) -> None:
+def test_a_directory_open_to_others_is_refused(directory: Path, folder: str, mode: int) -> None:
     (directory / folder).chmod(mode)
     with pytest.warns(CacheWarning, match="others may write to it"):
         found = open_cache()
@@ -377,9 +375,7 @@ def test_a_directory_that_others_can_write_to_is_refused(
         DiskCache(directory)
 
 
-def test_what_belongs_to_another_user_is_not_read(
-    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_own_is_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, own = DiskCache(directory), os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(CacheError, match=f"it belongs to user {own}"):
@@ -388,7 +384,7 @@ def test_what_belongs_to_another_user_is_not_read(
         assert found.read(entries(directory)[0].name) is None
 
 
-def test_what_the_cache_makes_is_the_users_own(tmp_path: pathlib.Path) -> None:
+def test_what_the_cache_makes_is_the_users_own(tmp_path: Path) -> None:
     made = DiskCache(tmp_path / "deep" / "down")
     made.write("key", [1])
     for path in (made.directory, *made.directory.rglob("*")):
@@ -398,7 +394,7 @@ def test_what_the_cache_makes_is_the_users_own(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("call", ["os.replace", "os.fdopen", "tempfile.mkstemp"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
 def test_a_full_disk_costs_the_cache_and_nothing_else(
-    call: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    call: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = DiskCache(tmp_path)
     monkeypatch.setattr(call, mock.Mock(side_effect=OSError(code, os.strerror(code))))
@@ -436,13 +432,13 @@ def test_the_cache_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_directory_is_in_the_users_cache_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LAZYINLINE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert default_directory() == pathlib.Path("/somewhere/lazyinline")
+    assert default_directory() == Path("/somewhere/lazyinline")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert default_directory() == pathlib.Path("/home/me/.cache/lazyinline")
+    assert default_directory() == Path("/home/me/.cache/lazyinline")
 
 
-def test_the_least_recently_used_go_first_and_the_limit_holds(tmp_path: pathlib.Path) -> None:
+def test_the_least_recently_used_go_first_and_the_limit_holds(tmp_path: Path) -> None:
     found = DiskCache(tmp_path, 11_000)
     for i in range(10):
         found.write(f"key{i}", "x" * 900)
@@ -460,11 +456,11 @@ def test_the_least_recently_used_go_first_and_the_limit_holds(tmp_path: pathlib.
 
 
 def test_an_entry_that_goes_away_meanwhile_is_a_miss(
-    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = DiskCache.object_path
 
-    def and_gone(self: DiskCache, digest: str) -> pathlib.Path | None:
+    def and_gone(self: DiskCache, digest: str) -> Path | None:
         path = real(self, digest)
         if path is not None:
             path.unlink(missing_ok=True)
@@ -477,7 +473,7 @@ def test_an_entry_that_goes_away_meanwhile_is_a_miss(
 
 
 def test_the_command_tells_and_clears_and_refuses_what_a_compile_refuses(
-    directory: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = DiskCache(directory).info()
     assert main(["cache", "info"]) == 0

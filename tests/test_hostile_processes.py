@@ -236,9 +236,7 @@ def test_processes_may_write_read_and_clear_at_once(tmp_path: Path) -> None:
         assert process.returncode == 0, errors
 
 
-def test_a_clear_while_an_entry_is_written_is_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clear_amid_a_write_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, replace = DiskCache(tmp_path), os.replace
 
     def cleared_before(*paths: Any) -> None:

@@ -76,19 +76,14 @@ def test_a_mode_that_sees_operators_sees_the_models_own(mode: Any, pair: tuple[A
 
 @pytest.mark.parametrize("mode", [Doubling, DoublingProducts])
 def test_a_mode_that_the_forward_enters_sees_the_operators_inside(mode: Any) -> None:
-    class Entering(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
+    def entering(self: Any, x: Tensor) -> Tensor:
+        with mode():
+            return self.inner(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with mode():
-                return self.inner(x)
-
-    assert_equals_eager(Entering(), (batch(),))
+    assert_equals_eager(Made(entering, inner=net()), (batch(),))
     if mode is DoublingProducts:
         with pytest.raises(CaptureError, match=r"enters a TorchDispatchMode \(DoublingProducts\)"):
-            lazyinline.capture(Entering(), (batch(),))
+            lazyinline.capture(Made(entering, inner=net()), (batch(),))
 
 
 def test_the_default_device_is_part_of_what_a_program_was_compiled_for() -> None:

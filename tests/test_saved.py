@@ -78,22 +78,21 @@ class Biased(nn.Module):
         return plain.transpose(1, 2).flatten(2)
 
 
-class OfAnyName(nn.Module):
+def of_any_name() -> nn.Module:
     """Its tensors and modules are named as a model of a file might name its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensor, self.class_name = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
-        self.set_modes = nn.ParameterDict({"forward_tensor": torch.ones(2)})
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         return self.class_name(x) * self.tensor + self.set_modes["forward_tensor"]
+
+    held = nn.ParameterDict({"forward_tensor": torch.ones(2)})
+    own = {"tensor": nn.Parameter(torch.ones(2)), "class_name": nn.Linear(2, 2)}
+    return Made(forward, **own, set_modes=held)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "blocks": (lambda: Net(MarkedBlock, 3), batch()),
     "attention with a learned bias": (Biased, batch(4, 16)),
-    "any names": (OfAnyName, batch(4, 2)),
+    "any names": (of_any_name, batch(4, 2)),
 }
 
 
@@ -494,19 +493,6 @@ class Steps(nn.Module):
         return x + torch.sin(torch.exp(torch.sin(self.linear(x))))
 
 
-class Deep(nn.Module):
-    """Three blocks, the first of them marked if that is asked for."""
-
-    def __init__(self, *, is_marked: bool) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Steps() for _ in range(3)))
-        if is_marked:
-            lazyinline.recompute(self.blocks[0])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x).square().mean()
-
-
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "full": {"recompute": "full"},
     "a budget": {"recompute": lazyinline.Budget(fraction=0.5)},
@@ -520,7 +506,10 @@ def test_a_file_holds_what_a_recompute_policy_holds(
 ) -> None:
     def step_of(**options: Any) -> Any:
         torch.manual_seed(0)
-        model = Deep(is_marked=options.pop("is_marked", False))
+        blocks = nn.Sequential(*(Steps() for _ in range(3)))
+        if options.pop("is_marked", False):
+            lazyinline.recompute(blocks[0])
+        model = Made(lambda self, x: self.blocks(x).square().mean(), blocks=blocks)
         step: Any = lazyinline.compile_step(model, backend="eager", **options)
         step(batch(64))
         return step
@@ -605,9 +594,7 @@ def test_sizes_that_are_computed_of_others_are_taken_and_returned(
         loaded(batch(5, 3), batch(11, 3))
 
 
-def test_commands_take_a_file_in_place_of_a_target(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_take_a_file_as_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, onnx, page = (tmp_path / name for name in ("model.lz", "model.onnx", "page.html"))
     lazyinline.save(compiled_for(Net(MarkedBlock, 3), batch()), path)
     assert main(["inspect", str(path)]) == 0

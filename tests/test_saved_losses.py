@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import textwrap
 import zipfile
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -70,7 +70,7 @@ KINDS: dict[str, tuple[bool, Any]] = {
 @pytest.mark.parametrize("machine", ["signed", "another"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_holds_the_backwards_for_losses_of_some_results(
-    kind: str, machine: str, backend: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, machine: str, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dynamic, recompute = KINDS[kind]
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ LABELLED = """
 @pytest.mark.parametrize("dynamic", [False, True], ids=["plain", "sizes"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_a_loss_beside_logits_takes_no_compile_where_a_file_is_opened(
-    family: str, dynamic: bool, tmp_path: pathlib.Path
+    family: str, dynamic: bool, tmp_path: Path
 ) -> None:
     lazyinline.compile(nn.Linear(8, 8))(batch(2, 8))  # the native loop, where sizes keep nothing
     model = build(family, dropout_rate=0.0, use_cache=False).eval()
@@ -173,9 +173,7 @@ def paired(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def test_a_backward_that_does_not_go_with_the_whole_one_is_refused(
-    paired: bytes, tmp_path: pathlib.Path
-) -> None:
+def test_a_backward_that_does_not_fit_the_whole_is_refused(paired: bytes, tmp_path: Path) -> None:
     path, parts = tmp_path / "model.lz", parts_in(paired)
     first, second = (f"programs/0/backward.{number}.txt" for number in (1, 2))
     assert opened(written(parts | {first: parts[second], second: parts[first]}), path)
@@ -198,7 +196,7 @@ def test_a_backward_that_does_not_go_with_the_whole_one_is_refused(
 @pytest.mark.sweep(keep="few")
 @pytest.mark.parametrize("count", [40, 3_000], ids=["few", "many"])
 def test_files_with_such_backwards_that_are_damaged_are_refused_in_a_sentence(
-    count: int, paired: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    count: int, paired: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def backward_changed(parts: dict[str, bytes], random: Random) -> None:
         own = {name: text for name, text in parts.items() if "backward." in name}
@@ -209,7 +207,7 @@ def test_files_with_such_backwards_that_are_damaged_are_refused_in_a_sentence(
     assert num_refused(paired, tmp_path / "model.lz", range(count), backward_changed) > count // 2
 
 
-def test_a_file_without_such_backwards_compiles_them(paired: bytes, tmp_path: pathlib.Path) -> None:
+def test_a_file_without_such_backwards_compiles_them(paired: bytes, tmp_path: Path) -> None:
     parts = parts_in(paired)
     told = json.loads(parts["model.json"])
     del told["programs"][0]["backwards"]

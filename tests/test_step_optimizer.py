@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decoders import DecoderBlock, llama
-from models import Around, Block, batch
+from models import Around, Block, batch, block
 from torch import Tensor, nn
 
 import lazyinline
@@ -249,20 +249,12 @@ def test_a_group_added_later_is_updated_and_others_keep_their_gradient() -> None
     assert not any(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
-@lazyinline.lazy_inline
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(160, 160, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh()
-
-
 @pytest.mark.parametrize("when", [0, 1])
 def test_parameters_that_share_memory_are_updated_after_the_step(when: int) -> None:
     """In the program one would be updated while another block still reads the other."""
-    model, x = nn.Sequential(*(Wide() for _ in range(3))), torch.randn(8, 160)
+    wide, x = block(lambda self, x: self.linear(x).tanh()), torch.randn(8, 160)
+    parts = (wide(linear=nn.Linear(160, 160, bias=False)) for _ in range(3))
+    model = nn.Sequential(*parts)
     model.register_buffer("sparse", torch.eye(2).to_sparse())  # has no memory of its own
     expected = copy.deepcopy(model)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=20.0) for m in (model, expected))
