@@ -116,7 +116,7 @@ def layouts(found: FoundPlan, ending: str) -> set[str]:
         ("gpt", "GptBlock", ("up.weight", "up.bias", "down.weight")),
     ],
 )
-@pytest.mark.sweep(keep=["-2-1]", "-4-1]", "gpt-GptBlock-names1-2-2"])
+@pytest.mark.sweep(keep=["-2-1]", "gpt-GptBlock-names1-2-2"])
 def test_megatrons_plan_is_found_without_a_mark(
     name: str, block: str, names: tuple[str, ...], size: int, micro_batches: int
 ) -> None:
@@ -130,6 +130,11 @@ def test_megatrons_plan_is_found_without_a_mark(
     assert all(layouts(found, one) == {"(Shard(dim=0),)"} for one in by_rows)
     assert layouts(found, by_columns) == {"(Shard(dim=1),)"}
     assert not found.taken.choices.unknown
+    printed = f"{found.plan}\n{found.plan.table}"
+    assert f"@{block}.forward, {3 * micro_batches} calls" in printed
+    assert "all_reduce over tensor 8 MiB" in printed
+    assert "more, by moving" in printed
+    assert "blocks.*.attention.out.weight" in printed
 
 
 def test_closures_from_the_cache_have_the_plan_of_new_ones() -> None:
@@ -172,6 +177,7 @@ def test_parameters_are_split_over_an_axis_of_the_batch_where_memory_asks_for_it
     ("share", "bytes_per_s", "chosen"),
     [(1.01, 3e11, ""), (0.9, 3e11, ""), (0.85, 2e10, "selective"), (0.75, 2e10, "full")],
 )
+@pytest.mark.sweep(keep=["1.01", "0.85"])
 def test_what_is_computed_again_is_weighed_against_what_moves_more(
     share: float, bytes_per_s: float, chosen: RecomputeMark
 ) -> None:
@@ -258,15 +264,6 @@ def test_the_number_of_layers_does_not_count() -> None:
     assert max(count for _, count in many.leaves) == 6
 
 
-def test_a_plan_shows_what_moves_and_what_else_there_was() -> None:
-    plan = find_plan(decoder_step("llama"), [axis("tensor", 2)], RATES).plan
-    printed = f"{plan}\n{plan.table}"
-    assert "@DecoderBlock.forward, 3 calls" in printed
-    assert "all_reduce over tensor 8 MiB" in printed
-    assert "more, by moving" in printed
-    assert "blocks.*.attention.out.weight" in printed
-
-
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -276,18 +273,17 @@ class Small(nn.Module):
         return self.up(x).relu().sum()
 
 
-@pytest.mark.parametrize("bytes_per_s", [1e8, 1e10, 1e12])
-def test_no_choice_is_cheaper(bytes_per_s: float) -> None:
+def test_no_choice_is_cheaper() -> None:
     with torch.device("meta"):
         step = step_of(Small(), torch.zeros(32, 64))
-    axes = [Axis("ranks", 4, AxisRates(bytes_per_s, 1e-6))]
-    moves = Moves(axes)
-    choices = Choices(folded_step(step), axes, Rates(1e10, 1e10))
-    every = itertools.product(*(range(len(group)) for group in choices.groups))
-    found = Problem(choices, moves, {}, None).solve()
-    options = (dict(zip(choices.groups, pick, strict=True)) for pick in every)
-    cheapest = min(evaluated(choices, moves, {}, picked).seconds for picked in options)
-    assert found.seconds == pytest.approx(cheapest)
+    for bytes_per_s in (1e8, 1e10, 1e12):
+        axes = [Axis("ranks", 4, AxisRates(bytes_per_s, 1e-6))]
+        moves, choices = Moves(axes), Choices(folded_step(step), axes, Rates(1e10, 1e10))
+        every = itertools.product(*(range(len(group)) for group in choices.groups))
+        found = Problem(choices, moves, {}, None).solve()
+        options = (dict(zip(choices.groups, pick, strict=True)) for pick in every)
+        cheapest = min(evaluated(choices, moves, {}, picked).seconds for picked in options)
+        assert found.seconds == pytest.approx(cheapest), bytes_per_s
 
 
 @pytest.mark.parametrize("share", [1.01, 0.66])

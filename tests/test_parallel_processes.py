@@ -1,23 +1,47 @@
-"""``parallelize`` between real gloo processes."""
+"""``parallelize`` between real gloo processes, over meshes with pipeline stages too."""
 
 import pathlib
+import re
+import signal
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from parallel_models import MEGATRON, far_off, mesh_of, tiny, tiny_gpt, tokens, tokens_for_heads
+from memory_events import memory_use
+from parallel_models import (
+    LLAMA,
+    MEGATRON,
+    MIXTURE,
+    far_off,
+    mesh_of,
+    mixture,
+    tiny,
+    tiny_gpt,
+    tokens,
+    tokens_for_heads,
+)
+from rank_threads import one_of_many
+from ranks import run_ranks, said_by_survivors
+from test_parallel import SEQUENCE
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lazyinline
 from lazyinline.frontend import mesh_placement
+from lazyinline.frontend.passes import mesh
+from lazyinline.pipeline_parallel.mesh import torch_collectives
 from lazyinline.reuse.ir.operators import Rates
 
 HERE = "test_parallel_processes"
+EAGER: dict[str, Any] = {"backend": "eager", "micro_batches": 2}
+INTERLEAVED: dict[str, Any] = {"schedule": "Interleaved1F1B", "num_stages": 4}
+HALVES: dict[str, Any] = {"schedule": "ZBVZeroBubble", "num_stages": 4, "micro_batches": 4}
 
 
 def exchange_in_kernels(rank: int, folder: pathlib.Path) -> list[str]:
@@ -146,6 +170,191 @@ def test_ranks_that_differ_are_noticed(task: str, two_ranks: list[dict[str, list
         assert "different random numbers" in draws
 
 
+# ---- stages over a mesh ----------------------------------------------------------------------
+
+
+def batch(seed: int = 0) -> Any:
+    """Tokens that all count: the mean of the micro-batches' means is the mean."""
+    ids, _ = tokens(seed, rows=8)
+    return ids, ids
+
+
+def pipelined(model: Any, plan: Any = None, *, axes: Any = None, **options: Any) -> Any:
+    mesh = mesh_of(**(axes or {"pipeline": 2, "tensor": 2}))
+    return lazyinline.parallelize(model, batch(), mesh=mesh, plan=plan, **{**EAGER, **options})
+
+
+def train_until_ended(
+    rank: int, folder: pathlib.Path, dropout: float = 0.3, **options: Any
+) -> None:
+    step_until_ended(pipelined(tiny(dropout=dropout), MEGATRON, **options), folder / f"ready{rank}")
+
+
+def step_until_ended(pipeline: Any, ready: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    pipeline.step(*batch())
+    ready.touch()
+    while True:
+        pipeline.step(*batch())
+
+
+def train_two(rank: int, folder: pathlib.Path) -> None:
+    mesh, model = mesh_of(pipeline=2, tensor=1), tiny(dropout=0.3)
+    wrong = far_off(model, mesh, MEGATRON, batch, num_parts=2, **EAGER)
+    pipeline = pipelined(tiny(4, width=64), MEGATRON, axes={"pipeline": 2, "tensor": 1})
+    torch.save([*wrong, *_held(pipeline)], folder / f"wrong{rank}")
+    step_until_ended(pipeline, folder / f"ready{rank}")
+
+
+@pytest.mark.smoke
+def test_two_stages_give_what_one_process_gives_until_one_is_killed(tmp_path: pathlib.Path) -> None:
+    [output] = said_by_survivors(tmp_path, f"{HERE}.train_two", limit_s=60)
+    assert_stopped(output, 0)
+    assert [torch.load(tmp_path / f"wrong{rank}") for rank in range(2)] == [[], []]
+
+
+def assert_stopped(output: str, rank: int) -> None:
+    """Compares the last line of a rank with all that it may be doing when others end."""
+    last = output.strip().splitlines()[-1]
+    assert re.search(rf"(Pipeline|Plan)Error: Rank {rank} stopped (in|where) ", last), output[
+        -3000:
+    ]
+    transfer = r"stage \d: (\d[FB]\d|(receive|send) [FB]\d (from|to) stage \d, rank \d)"
+    collective = r"in (an all-reduce of [\d,]+ bytes over 'tensor'|the broadcast from rank \d)"
+    said = rf"({transfer}|{collective}|where ranks compare what they have) \(ranks [\d, ]+\)"
+    assert re.search(said, last), last
+
+
+def train_four_until_killed(rank: int, folder: pathlib.Path) -> None:
+    train_until_ended(rank, folder)
+
+
+def train_two_until_stopped(rank: int, folder: pathlib.Path) -> None:
+    # Draws are compared in the group of all ranks, whose time-out is a minute.
+    options: dict[str, Any] = {"axes": {"pipeline": 2, "tensor": 1}, "timeout_s": 20.0}
+    train_until_ended(rank, folder, dropout=0.0, **options)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("work", "world", "ended_by"),
+    [
+        ("train_four_until_killed", 4, signal.SIGKILL),
+        ("train_two_until_stopped", 2, signal.SIGSTOP),
+    ],
+)
+def test_a_rank_that_ends_or_hangs_ends_the_others_with_errors_that_name_ranks(
+    work: str, world: int, ended_by: signal.Signals, tmp_path: pathlib.Path
+) -> None:
+    given: dict[str, Any] = {"limit_s": 50, "world": world, "ended_by": ended_by}
+    for rank, output in enumerate(said_by_survivors(tmp_path, f"{HERE}.{work}", **given)):
+        assert_stopped(output, rank)
+
+
+MESHES: dict[str, tuple[dict[str, int], Any, dict[str, Any], dict[str, Any]]] = {
+    "1F1B": ({"pipeline": 2, "tensor": 2}, MEGATRON, {}, {}),
+    "tied": ({"tensor": 2, "pp": 2}, MEGATRON, {"tied": True}, {"recompute": "full"}),
+    "halves": ({"pp": 2, "tp": 2}, SEQUENCE, {"dropout": 0.3}, HALVES),
+    "rows": ({"data": 2, "pp": 2}, None, {"tied": True}, {"schedule": "GPipe"}),
+    "gathered": ({"pp": 2, "fsdp": 2}, None, {"dropout": 0.3}, {"backend": "inductor"}),
+    "interleaved": ({"pp": 2, "tp": 2}, MEGATRON, {}, INTERLEAVED),
+}
+
+
+def train_four(rank: int, folder: pathlib.Path) -> list[str]:
+    wrong = []
+    for name, (axes, plan, kind, options) in MESHES.items():
+        mesh, chosen = mesh_of(**axes), {**EAGER, **options}
+        chosen["num_parts"] = chosen["micro_batches"]
+        wrong += [f"{name}: {t}" for t in far_off(tiny(4, **kind), mesh, plan, batch, **chosen)]
+    # Slow ranks and fast links, so that even a tiny model is worth splitting.
+    with mock.patch.object(mesh_placement, "CPU", Rates(2e6, 8e6)):
+        found = {**EAGER, "memory_bytes_per_rank": 260_000}
+        for axes in ({"pipeline": 2, "tensor": 2}, {"pipeline": 2, "data": 2}):
+            wrong += far_off(tiny(4), mesh_of(**axes), "auto", batch, **found)
+    held = []
+    for options in (INTERLEAVED, HALVES):
+        held += _held(pipelined(tiny(4, width=64), MEGATRON, **options))
+    return [*wrong, *held, *_moved(), *_saved(folder), *_clipped()]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_four_ranks_give_what_one_process_gives_and_move_what_is_predicted(
+    tmp_path: pathlib.Path,
+) -> None:
+    assert run_ranks(tmp_path, f"{HERE}.train_four", world=4) == [[]] * 4
+
+
+def _moved() -> list[str]:
+    """Compares the bytes of each collective with what the plan says of the rank's stages."""
+    pipeline = pipelined(tiny(4), SEQUENCE, **HALVES)
+    moved: list[tuple[str, int]] = []
+
+    def counted(name: str, start: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: torch.Tensor, *args: Any) -> Any:
+            num_bytes = max(t.numel() * t.element_size() for t in (x, args[-1]))
+            moved.append((name, num_bytes))
+            return start(x, *args)
+
+        return run
+
+    starts = torch_collectives._STARTS
+    with mock.patch.dict(starts, {n: counted(n, start) for n, start in starts.items()}):
+        pipeline.step(*batch())
+    stages = [pipeline.plan.traffic[stage] for stage in pipeline.counts]
+    said = sorted((one.kind, one.num_bytes) for stage in stages for one in stage)
+    return [] if said == sorted(moved) and said else [f"{sorted(moved)} moved, not {said}"]
+
+
+def _held(pipeline: Any) -> list[str]:
+    """Compares what the plan says that this rank holds with what a step really takes.
+
+    Of plans that sum alone: gloo gathers and scatters through memory of its own.
+    """
+    said = pipeline.plan.memory
+    own = [p.to_local() for _, p in pipeline.named_parameters()]
+    held = sum(t.numel() * t.element_size() for t in own)
+    # Gradients are summed in memory that is there before the first step, too.
+    measured = memory_use(lambda: pipeline.step(*batch())).peak_bytes + 2 * held
+    wrong = [] if said.parameters == said.gradients == held else [f"{said}, not {held} of each"]
+    is_near = abs(said.num_bytes - measured) <= 0.02 * measured
+    return wrong if is_near else [*wrong, f"{measured} bytes, not {said.num_bytes}"]
+
+
+def _saved(folder: pathlib.Path) -> list[str]:
+    """Saves the parts of all ranks, and loads them on another mesh without a pipeline."""
+    first, second = tiny(4), tiny(4)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.zero_()
+    own = first.layers[3 * (dist.get_rank() // 2)]  # of this rank's stage
+    held, pipeline = own.up.weight, pipelined(first, MEGATRON)
+    wrong = ["a whole parameter stays"] if held.untyped_storage().nbytes() > 8 else []  # type: ignore[operator]
+    dcp.save(pipeline.state_dict(), checkpoint_id=folder / "checkpoint")
+    lazyinline.parallelize(second, batch(), mesh=mesh_of(fsdp=4), backend="eager")
+    state = second.state_dict()
+    dcp.load(state, checkpoint_id=folder / "checkpoint")
+    pairs = zip(tiny(4).named_parameters(), second.parameters(), strict=True)
+    return wrong + [f"{n} is another" for (n, p), q in pairs if not torch.equal(p, q.full_tensor())]  # type: ignore[operator]
+
+
+def _clipped() -> list[str]:
+    """Clips the gradients of all stages by the norm that they have in one process."""
+    model, alone = tiny(4, tied=True), tiny(4, tied=True)
+    pipeline = pipelined(model, MEGATRON)
+    pipeline.step(*batch())
+    alone(*batch()).backward()
+    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    norm = pipeline.clip_grad_norm_(0.1)
+    wrong = [] if torch.allclose(norm.double(), expected) else [f"norm {norm}, not {expected}"]
+    same = dict(alone.named_parameters())
+    for name, parameter in pipeline.named_parameters():
+        if not torch.allclose(parameter.grad.full_tensor(), same[name].grad):
+            wrong.append(f"the clipped gradient of {name} is another")
+    return wrong
+
+
 def hugging_face(
     name: str, backend: Any, axes: dict[str, int], layers: int = 2, **options: Any
 ) -> list[str]:
@@ -159,10 +368,7 @@ def hugging_face(
             module.p = 0.0
     plan: dict[str, Any] = {}
     if name == "llama" and "tensor" in axes:
-        columns = ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj")
-        plan = {f"model.layers.*.{path}": ColwiseParallel() for path in columns}
-        rows = ("self_attn.o_proj", "mlp.down_proj")
-        plan |= {f"model.layers.*.{path}": RowwiseParallel() for path in rows}
+        plan = LLAMA
     elif name == "gpt2":  # its layers are no Linear, and keep their weights the other way round
         for block in model.transformer.h:  # type: ignore[operator, union-attr]
             lazyinline.shard(block.mlp.c_fc, {"weight": Shard(1), "bias": Shard(0)})
@@ -174,3 +380,103 @@ def hugging_face(
         return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
     return far_off(model, mesh_of(**axes), plan, batch, backend=backend, **options)
+
+
+FAMILIES: tuple[tuple[str, str, dict[str, int], dict[str, Any]], ...] = (
+    ("llama", "eager", {"pipeline": 2, "tensor": 2}, HALVES),
+    ("llama", "inductor", {"pipeline": 2, "tensor": 2}, {"micro_batches": 4}),
+    ("llama", "eager", {"pp": 2, "data": 2}, {"micro_batches": 2}),
+    ("llama", "eager", {"pp": 2, "fsdp": 2}, {"micro_batches": 2, "schedule": "GPipe"}),
+    ("gpt2", "eager", {"pipeline": 2, "tensor": 2}, {"micro_batches": 4}),
+    ("gpt2", "eager", {"pipeline": 2, "tensor": 2}, {"micro_batches": 4, **INTERLEAVED}),
+)
+
+
+def train_families(rank: int, folder: pathlib.Path) -> list[str]:
+    wrong = []
+    for name, backend, axes, options in FAMILIES:
+        found = hugging_face(name, backend, axes, layers=4, **options)
+        wrong += [f"{name}, {axes}, {options}: {text}" for text in found]
+    mesh = mesh_of(pipeline=2, tensor=2)
+    return wrong + [f"experts: {t}" for t in far_off(mixture(), mesh, MIXTURE, batch, **EAGER)]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_families_in_stages_give_what_one_process_gives(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(tmp_path, f"{HERE}.train_families", world=4) == [[]] * 4
+
+
+def test_a_plan_shows_stages_and_what_each_moves() -> None:
+    with one_of_many(4):
+        model = tiny(4)
+        text = str(pipelined(model, MEGATRON).plan)
+        assert "1F1B: 2 stages on 2 rank(s), 2 micro-batches" in text
+        assert "stage 1, Layer.forward: 2 all_reduce over tensor, 8,192 bytes (each of 4" in text
+        assert "dimension 1 split over tensor: layers.*.attention.out.weight" in text
+        # Of the other stage nothing is replaced.
+        assert hasattr(model.embed.weight, "placements")
+        assert not hasattr(model.head.weight, "placements")
+
+
+def with_large_head() -> Any:
+    model = tiny(8, width=64).float()
+    model.head = torch.nn.Linear(64, 4096, bias=False)
+    return model
+
+
+def test_stages_are_cut_by_what_a_rank_computes_and_moves_or_by_whole_calls() -> None:
+    def blocks() -> list[int]:
+        with one_of_many(8):
+            found = pipelined(with_large_head(), MEGATRON, axes={"pipeline": 2, "tensor": 4}).plan
+        return [stage.num_blocks for stage in found.stages]
+
+    # Sums over tensor make layers long, so that the head is worth two of them.
+    assert blocks() == [6, 2]
+    # Where a piece alone is no stage, calls count as in one process, in which they are shorter.
+    alone = mock.Mock(side_effect=lazyinline.PlanError("a piece is not sent so"))
+    with mock.patch.object(mesh, "_pieces", alone):
+        assert blocks() == [7, 1] and alone.called
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "blocks", "again"),
+    [(8_000_000, [7, 1], ""), (6_000_000, [6, 2], ""), (5_000_000, [6, 2], "selective")],
+)
+@pytest.mark.sweep(keep="6000000")
+def test_layouts_stages_and_recompute_are_chosen_so_that_each_rank_fits(
+    memory_bytes: int, blocks: list[int], again: str
+) -> None:
+    with one_of_many(4):
+        options: dict[str, Any] = {"memory_bytes_per_rank": memory_bytes}
+        found = pipelined(with_large_head(), "auto", **options).plan
+    # The first rank holds two micro-batches, so a layer goes to the second before any is redone.
+    assert [stage.num_blocks for stage in found.stages] == blocks
+    assert found.layouts.recompute == again
+    for stage in found.stages:
+        own, trained = stage.parameter_bytes, stage.gradient_bytes
+        assert own + 3 * trained + stage.in_flight * stage.saved_bytes <= memory_bytes
+
+
+class Noisy(torch.nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.randn_like(x)
+
+
+def test_what_a_pipeline_over_a_mesh_does_not_do_is_refused() -> None:
+    with one_of_many(4):
+        refused: list[tuple[str, dict[str, Any]]] = [
+            ("For the 2 ranks of a pipeline: No", {"plan": "auto", "memory_bytes_per_rank": 1}),
+            ("are for plan='auto'", {"memory_bytes_per_rank": 1}),
+            ("only the dimension 'pipeline'", {"axes": {"pipeline": 4}}),
+            ("named \\('pp', 'pipeline'\\)", {"axes": {"pp": 2, "pipeline": 2}}),
+        ]
+        for said, options in refused:
+            with pytest.raises(lazyinline.PlanError, match=said):
+                pipelined(tiny(), **options)
+        noisy = tiny()
+        noisy.norm = Noisy(16).double()
+        with pytest.raises(lazyinline.PlanError, match="draws random numbers"):
+            pipelined(noisy)
+        with pytest.raises(lazyinline.PipelineError, match="split='half' is unknown"):
+            pipelined(tiny(), split="half")
