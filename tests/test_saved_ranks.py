@@ -24,22 +24,24 @@ HERE = "test_saved_ranks"
 alone = test_pipeline.alone  # the fixture: one process that holds every stage
 
 
-def trained_on(pipe: Any, args: Any, kwargs: Any = None, steps: int = 3) -> list[Any]:
-    """Losses, gradients and parameters of further steps."""
-    parameters = dict(pipe.named_parameters())
-    after = None if pipe.optimizer else torch.optim.AdamW(parameters.values(), lr=1e-2)
+def trained_on(step: Any, args: Any, kwargs: Any = None, optimizer: Any = None) -> list[Any]:
+    """Three further steps: losses, and this rank's parts of parameters, gradients and moments."""
+    named = dict(getattr(step, "model", step).named_parameters())  # a pipeline has its stages'
+    own = getattr(step, "optimizer", None)
+    after = own or optimizer or torch.optim.AdamW(named.values(), lr=1e-2)
+    torch.manual_seed(2)
     found: list[Any] = []
-    for _ in range(steps):
-        found.append({"loss": pipe.step(*args, **kwargs or {})})
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                found[-1][f"{name}, its gradient"] = parameter.grad.clone()
-        if after is not None:
+    for _ in range(3):
+        found.append({"loss": step.step(*args, **kwargs or {})})
+        if own is None:
             after.step()
-        for name, parameter in parameters.items():
-            found[-1][name] = parameter.detach().clone()
-            for key, held in (pipe.optimizer.state[parameter] if pipe.optimizer else {}).items():
-                found[-1][f"{key} of {name}"] = held.clone()
+        for name, parameter in named.items():
+            parts = {"": parameter, ", its gradient": parameter.grad}
+            parts |= {f", its {k}": t for k, t in after.state[parameter].items() if t.dim()}
+            held = {k: t.detach() for k, t in parts.items() if t is not None}
+            found[-1] |= {
+                name + k: getattr(t, "to_local", t.clone)().clone() for k, t in held.items()
+            }
     return found
 
 
@@ -80,20 +82,17 @@ def test_a_loaded_pipeline_goes_on_with_the_same_bits(
     assert str(loaded.plan).splitlines()[2:] == str(pipe.plan).splitlines()[2:]
 
 
-def test_what_cannot_be_saved_is_said_in_a_sentence(alone: None, tmp_path: pathlib.Path) -> None:
+def test_weights_come_from_a_state_dict_and_what_cannot_be_saved_is_said(
+    alone: None, tmp_path: pathlib.Path
+) -> None:
     model, args = net_and_batch()
+    elsewhere: Any = make(model, args, "Interleaved1F1B", mesh={"pipeline": 1})
+    with pytest.raises(PipelineError, match=r"ranks that are not here: lazyinline\.save it"):
+        elsewhere.step(*args)
     pipe = make(model, args, "Interleaved1F1B")
     with pytest.raises(FileError, match="beside"):
         lazyinline.save(pipe, tmp_path / "pipe.lz", weights="beside")
     assert not list(tmp_path.iterdir())
-    elsewhere: Any = make(model, args, "Interleaved1F1B", mesh={"pipeline": 1})
-    with pytest.raises(PipelineError, match=r"ranks that are not here: lazyinline\.save it"):
-        elsewhere.step(*args)
-
-
-def test_weights_come_from_a_state_dict(alone: None, tmp_path: pathlib.Path) -> None:
-    model, args = net_and_batch()
-    pipe = make(model, args, "Interleaved1F1B")
     lazyinline.save(pipe, tmp_path / "pipe.lz", weights="none")
     with pytest.raises(FileError, match="has no weights: give load a state_dict"):
         lazyinline.load(tmp_path / "pipe.lz")
@@ -275,20 +274,6 @@ def optimizer_of(step: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for _, p in own.named_parameters()], lr=1e-2)
 
 
-def trained_over_mesh(step: Any, optimizer: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What three further steps give on this rank."""
-    torch.manual_seed(2)
-    found: list[Any] = []
-    for _ in range(3):
-        found.append({"loss": step.step(*args, **kwargs)})
-        optimizer.step()
-        for name, parameter in getattr(step, "model", step).named_parameters():
-            parts = {"": parameter, ", its gradient": parameter.grad}
-            parts |= {f", its {k}": t for k, t in optimizer.state[parameter].items() if t.dim()}
-            found[-1] |= {name + k: t.detach().to_local().clone() for k, t in parts.items()}
-    return found
-
-
 def save_over_mesh(rank: int, folder: pathlib.Path) -> list[str]:
     """Trains a step of each case beside eager, saves, and notes what further steps give."""
     import torch.distributed.checkpoint as dcp
@@ -308,7 +293,7 @@ def save_over_mesh(rank: int, folder: pathlib.Path) -> list[str]:
             state = lazyinline.for_checkpoint(get_optimizer_state_dict(model, optimizer))
             dcp.save({"optimizer": state}, checkpoint_id=place / "optimizer")
         lazyinline.save(step, place / "mesh.lz")
-        found = trained_over_mesh(step, optimizer, args, kwargs)
+        found = trained_on(step, args, kwargs, optimizer)
         torch.save((found, args, kwargs), place / f"further{rank}")
         drawn = place.name in STAGES and "dropout" in STAGES[place.name][2]
         if not drawn and not torch.isclose(loss, expected, rtol=1e-3):
@@ -346,7 +331,7 @@ def gone_on(rank: int, place: pathlib.Path) -> list[str]:
         dcp.load(loaded, checkpoint_id=place / "optimizer")
         set_optimizer_state_dict(step.model, optimizer, state)
     expected, args, kwargs = torch.load(place / f"further{rank}")
-    found = trained_over_mesh(step, optimizer, args, kwargs)
+    found = trained_on(step, args, kwargs, optimizer)
     wrong += different(found, expected)
     # Each parameter with its gradient and two moments.
     num_parameters = len(optimizer.param_groups[0]["params"])
