@@ -377,18 +377,10 @@ def test_halves_together_give_what_the_whole_gives(structs: bool) -> None:
 
 
 def test_no_operator_but_views_runs_in_both_halves() -> None:
-    from decoders import DecoderBlock, llama
-
-    from lazyinline.frontend.compiler import Compiler
-    from lazyinline.frontend.options import Options
-
-    lazyinline.lazy_inline(DecoderBlock)
-    model, args = llama(2, hidden=16, num_heads=2, vocab=11, seq=4)
-    program = lazyinline.capture(model, args, train=True)
+    program, differentiator = captured()
     block = next(c for c in program.closures if c.name == "DecoderBlock")
     names = block.input_names  # type: ignore[union-attr]
     wanted = [i for i, name in enumerate(names) if name not in ("cos_TK", "sin_TK")]
-    differentiator = Compiler(Options(backend="eager")).context.differentiator
     derivative = differentiator.vjp(block, wanted, [0])
     assert derivative is not None
     state = derivative.gradient_inputs.index(names.index("x_BTD"))

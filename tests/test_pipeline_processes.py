@@ -163,16 +163,6 @@ def test_ranks_that_differ_are_noticed_at_the_start(
         assert "embedding.weight" in messages[1]
 
 
-def replicated() -> tuple[Any, Any, Any, Any, Any]:
-    """One replica of two, its mesh, its half of the batch, eager's model, and the whole batch."""
-    mesh = two_replicas()
-    model, args = net_and_batch()
-    reference = copy.deepcopy(model)
-    half = tuple(a.chunk(2)[mesh.get_local_rank("data")] for a in args)
-    pipe = make(model, half, "Interleaved1F1B", num_stages=2 * mesh.size(1), mesh=mesh)
-    return pipe, mesh, half, reference, args
-
-
 def far_off(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     errors = {name: relative_error(tensor, expected[name]) for name, tensor in found.items()}
     return [f"{name}: {error:.1e}" for name, error in errors.items() if error > 1e-5]
@@ -182,7 +172,10 @@ def share_the_optimizer(rank: int, folder: pathlib.Path) -> list[str]:
     """Two replicas, each with half of the batch and about half of the optimizer's state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    pipe, mesh, half, reference, args = replicated()
+    mesh, (model, args) = two_replicas(), net_and_batch()
+    reference = copy.deepcopy(model)
+    half = tuple(a.chunk(2)[mesh.get_local_rank("data")] for a in args)
+    pipe = make(model, half, "Interleaved1F1B", num_stages=2 * mesh.size(1), mesh=mesh)
     own, kind = [parameter for _, parameter in pipe.named_parameters()], torch.optim.AdamW
     ours = ZeroRedundancyOptimizer(own, kind, process_group=mesh.get_group("data"), lr=1e-2)
     theirs = kind(reference.parameters(), lr=1e-2)
