@@ -189,6 +189,7 @@ CUSTOM: dict[str, Callable[[nn.Parameter, nn.Parameter], Any]] = {
     "None for an unused result": lambda x, y: Twofold.apply(x, y, False),
     "marked as without a gradient": lambda x, y: (x * Positive.apply(y), y * 2),
     "a size alone": lambda x, y: (x + torch.zeros_like(y * 2) + y.new_ones(3), y * 2),
+    "a size to take": lambda x, y: ((x * 2).expand_as(y * 2), y * 2),
     "an operator without a derivative": lambda x, y: (x + torch.histc(y, 3), y * 2),
 }
 

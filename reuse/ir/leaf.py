@@ -21,7 +21,7 @@ import torch.fx
 
 from ..freeze import Freezer
 from ..torch_names import memory_id, module_of
-from .operators import WRITES_STATISTICS, has_history, mutated_args
+from .operators import WRITES_STATISTICS, connected, mutated_args
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Value, outputs_of
 from .torch_symbols import SizedInterpreter, Values
 from .types import StructType, TensorType, Type, flatten_type
@@ -265,7 +265,7 @@ def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[obj
     for node in leaf.nodes:
         if any(map(carries, mutated_args(node))):
             active.add(node)  # it returns the operand that it changed, whose history no_grad keeps
-        if any(map(carries, node.all_input_nodes)) and _passes_gradient(node):
+        if _passes_gradient(node) and any(map(carries, connected(node))):
             active.add(node)
             if node.target not in WRITES_STATISTICS:
                 active.update(map(memory_of, mutated_args(node)))
@@ -285,8 +285,6 @@ def memory_of(node: torch.fx.Node) -> Any:
 
 def _passes_gradient(node: torch.fx.Node) -> bool:
     if not stamp_of(node).grad_enabled or node.target is torch.ops.aten.detach.default:
-        return False
-    if not has_history(node.target):
         return False
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):

@@ -52,6 +52,7 @@ WRITES_STATISTICS = frozenset(getattr(torch.ops.aten, name).default for name in 
 _LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 _NEW = ("empty", "empty_strided", "full", "ones", "zeros")
 READ_NO_VALUES = (*(f"{made}_like" for made in _LIKE), *(f"new_{made}" for made in _NEW))
+_LIKE_ANOTHER = ("expand_as", "reshape_as", "view_as")
 # How names begin of further operators that autograd has no derivative of, and no error for.
 _WITHOUT_HISTORY = (
     *("histc", "linspace", "logspace"),
@@ -74,11 +75,14 @@ def is_mutable(operator: object) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-def has_history(operator: object) -> bool:
-    """Whether autograd connects the results of an operator to its operands."""
-    schema = schema_of(operator)
+def connected(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Returns the operands that autograd connects the results of an operator to."""
+    schema = schema_of(node.target)
     name = "" if schema is None else schema.name.removeprefix("aten::")
-    return name not in READ_NO_VALUES and not name.startswith(_WITHOUT_HISTORY)
+    if name in READ_NO_VALUES or name.startswith(_WITHOUT_HISTORY):
+        return []
+    # Of the second operand of these, too, the size is read alone.
+    return node.all_input_nodes[:1] if name in _LIKE_ANOTHER else node.all_input_nodes
 
 
 def returns_operand(operator: object) -> bool:
