@@ -14,6 +14,7 @@ from unittest import mock
 
 import hypothesis
 import link_tree  # tests/link_tree.py: pytest puts tests/ on sys.path
+import outcomes
 import pytest
 
 if TYPE_CHECKING:
@@ -70,6 +71,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests marked `sweep` too: many more models, backends and layouts",
     )
+
+    parser.addoption(
+        "--outcomes",
+        type=pathlib.Path,
+        help="write what becomes of each model that a test compiles; see tests/outcomes.py",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--outcomes"):
+        config.pluginmanager.register(outcomes.Recorder(config.getoption("--outcomes")))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -196,19 +208,10 @@ def two_ranks(
 
 
 @pytest.fixture
-def compiles(monkeypatch: pytest.MonkeyPatch) -> list["CompileReport"]:
+def compiles() -> Iterator[list["CompileReport"]]:
     """The report of each compile that a test makes, in order."""
-    from lazyinline.frontend.compiler import Compiler
-
-    reports, original = list["CompileReport"](), Compiler.compile
-
-    def compile_and_note(self: Compiler, *args: Any, **kwargs: Any) -> Any:
-        compiled, report = original(self, *args, **kwargs)
-        reports.append(report)
-        return compiled, report
-
-    monkeypatch.setattr(Compiler, "compile", compile_and_note)
-    return reports
+    with outcomes.compiles_noted() as reports:
+        yield reports
 
 
 @pytest.fixture
