@@ -44,7 +44,8 @@ from lazyinline.pipeline_parallel.mesh.layouts import LINKS, Axis, Layout, Layou
 from lazyinline.pipeline_parallel.mesh.planner import Taken
 from lazyinline.pipeline_parallel.mesh.problem import Problem
 from lazyinline.pipeline_parallel.mesh.torch_sharding_rules import layout_of
-from lazyinline.reuse.ir.operators import flops, is_elementwise, is_free
+from lazyinline.reuse.ir.costs import flops, is_free
+from lazyinline.reuse.ir.operators import is_elementwise
 
 AXES = (Axis("data", 8, LINKS["h100-network"]), Axis("tensor", 8, LINKS["h100-nvlink"]))
 _US = 1e6

@@ -24,7 +24,7 @@ from lazyinline.frontend.options import Batching, Options
 from lazyinline.frontend.passes.state import Subject, between, run, step_goal
 from lazyinline.pipeline_parallel.mesh.layouts import LINKS, Axis
 from lazyinline.pipeline_parallel.mesh.planner import FoundPlan, find_plan
-from lazyinline.reuse.ir.operators import Rates
+from lazyinline.reuse.ir.costs import Rates
 
 LLAMA_8B = {"hidden": 4096, "num_heads": 32, "ffn": 14336, "vocab": 128256}
 H100 = Rates(flops_per_s=4e14, bytes_per_s=2.5e12, half_flops_per_s=4e14)

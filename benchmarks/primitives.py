@@ -26,7 +26,7 @@ from zoo import Family, add_families, chosen_families, scalar
 import lazyinline
 from lazyinline import CaptureError
 from lazyinline.frontend.inspection import reduced
-from lazyinline.reuse.ir.rewrite import NotPrimitive, not_primitive, operators_of
+from lazyinline.reuse.ir.verify import NotPrimitive, not_primitive, operators_of
 
 COLUMNS = ("family", "operators captured", "primitives", "nodes held", "not primitive")
 

@@ -34,7 +34,7 @@ from lazyinline.pipeline_parallel.stage_derivative import StageDerivative
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.recompute.planner import Policy
 from lazyinline.reuse.errors import LazyInlineError, PlanError
-from lazyinline.reuse.ir.operators import CPU
+from lazyinline.reuse.ir.costs import CPU
 
 RANKS = ("first", "middle", "last")
 

@@ -16,7 +16,7 @@ from ..pipeline_parallel.mesh.layouts import Links
 from ..pipeline_parallel.plan import PipelinePlan, make_plan
 from ..recompute.planner import PolicyName
 from ..reuse.errors import PlanError, door
-from ..reuse.ir.operators import Cost
+from ..reuse.ir.costs import Cost
 from ..reuse.ir.program import Program
 from .capture.blocks import Reuse
 from .compiler import PASSES

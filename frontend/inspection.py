@@ -22,7 +22,7 @@ from ..backend.files.container import Parts, open_parts
 from ..reuse.errors import LazyInlineError, door
 from ..reuse.ir.printer import WIDTH, Shown, diff_texts, folded, format_program
 from ..reuse.ir.program import Program
-from ..reuse.ir.rewrite import not_primitive, operators_of, verify
+from ..reuse.ir.verify import not_primitive, operators_of, verify
 from .capture.blocks import Reuse
 from .compiler import GOALS, PASSES, Compiler, note_recompute, passes_for
 from .options import Batching, LossModel, Options

@@ -23,7 +23,7 @@ from ..recompute.planner import POLICIES, Budget
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import walk_modules
-from ..reuse.ir.operators import CPU, CUDA, Rates
+from ..reuse.ir.costs import CPU, CUDA, Rates
 from ..reuse.ir.program import Leaf, RecomputeMark, walk_closures
 from ..reuse.ir.types import TensorType
 from .compiler import Compiler

@@ -26,7 +26,7 @@ from ..reuse.errors import CaptureError, ExportError, door
 from ..reuse.ir.leaf import interpret
 from ..reuse.ir.printer import folded
 from ..reuse.ir.program import ModelTensor, Program, UserInput, tensor_type
-from ..reuse.ir.rewrite import verify as verify_program
+from ..reuse.ir.verify import verify as verify_program
 from .capture.assemble import OutputTree
 from .capture.blocks import Reuse
 from .capture.surroundings import one_at_a_time

@@ -21,8 +21,8 @@ from ..pipeline_parallel.stage_derivative import StageDraws
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError, door
+from ..reuse.ir.costs import CPU, CUDA
 from ..reuse.ir.leaf import without_autocast
-from ..reuse.ir.operators import CPU, CUDA
 from ..reuse.ir.program import ModelTensor, tensor_type
 from .autograd.torch_engine import have_hooks, pass_through_autograd
 from .capture.blocks import Reuse

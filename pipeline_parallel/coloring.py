@@ -3,7 +3,7 @@
 Balanced stages are the contiguous partition of layers that minimises ``sum(T) + (M - 1) * max(T)``,
 the time of M micro-batches through stages that take T each; T is infinite if a stage does not fit
 memory. (Zheng et al., "Alpa", 2022, minimise the same by trying every bound on ``max(T)``.) Costs
-are those of :mod:`..reuse.ir.operators`, and only their ratios matter.
+are those of :mod:`..reuse.ir.costs`, and only their ratios matter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..autodiff.derivative import Differentiator, Request
 from ..reuse.errors import PipelineError
-from ..reuse.ir.operators import Cost, ProgramCosts
+from ..reuse.ir.costs import Cost, ProgramCosts
 from ..reuse.ir.program import Call, Closure, Composite, ModelTensor, Program, Value, count_calls
 from .actions import ActionTable
 from .cut import Colors, Stage, cut_program, stages_in

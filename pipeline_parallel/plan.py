@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 
 from ..reuse.errors import PipelineError
-from ..reuse.ir.operators import Cost, Rates
+from ..reuse.ir.costs import Cost, Rates
 from ..reuse.ir.printer import WIDTH, bytes_text
 from ..reuse.ir.program import Composite, Program
 from ..reuse.ir.types import TensorType, Wire

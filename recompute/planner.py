@@ -19,8 +19,9 @@ from ..autodiff.traces.torch_make_fx import SizesAt
 from ..autodiff.traces.torch_partition import ancestors
 from ..reuse.errors import PlanError
 from ..reuse.ir import program as ir
+from ..reuse.ir.costs import OperatorCosts, flops, is_free, is_heavy
 from ..reuse.ir.leaf import flat_types
-from ..reuse.ir.operators import OperatorCosts, flops, is_free, is_heavy, is_view
+from ..reuse.ir.operators import is_view
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import RESHAPES
 from . import solver

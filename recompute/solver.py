@@ -19,15 +19,8 @@ import torch.fx
 
 from ..autodiff.traces.torch_make_fx import SizesAt
 from ..autodiff.traces.torch_partition import ancestors, backward_nodes, late_draws
-from ..reuse.ir.operators import (
-    OperatorCosts,
-    flops,
-    is_draw,
-    is_heavy,
-    is_view,
-    mutated_args,
-    value_bytes,
-)
+from ..reuse.ir.costs import OperatorCosts, flops, is_heavy, value_bytes
+from ..reuse.ir.operators import is_draw, is_view, mutated_args
 from ..reuse.ir.program import outputs_of
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import operator_schema

@@ -31,7 +31,7 @@ from lazyinline.reuse.ir.constants import share_constants
 from lazyinline.reuse.ir.leaf import flat_types, flatten_value, interpret
 from lazyinline.reuse.ir.parser import parse_program
 from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program, walk_closures
-from lazyinline.reuse.ir.rewrite import verify
+from lazyinline.reuse.ir.verify import verify
 
 FOLDER = Path(__file__).parent / "filetests"
 _COMMAND = re.compile(r"// (RUN|EXECUTE|ERROR): ?(.*)")

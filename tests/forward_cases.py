@@ -18,8 +18,8 @@ from lazyinline.autodiff.forward_mode.forward_derivative import (
 from lazyinline.autodiff.forward_mode.jets import Series
 from lazyinline.reuse.ir.leaf import interpret
 from lazyinline.reuse.ir.program import Call, Closure, Composite, ModelTensor, Program, Value
-from lazyinline.reuse.ir.rewrite import verify
 from lazyinline.reuse.ir.types import TensorType
+from lazyinline.reuse.ir.verify import verify
 
 Function = Callable[..., Any]
 Entry = Literal["curves", "lines"]

@@ -351,7 +351,7 @@ def test_an_error_of_the_model_is_one_line_and_its_traceback_is_for_the_asking(
 
 def test_an_error_of_ours_keeps_its_traceback() -> None:
     with pytest.raises(Exception) as caught:
-        lazyinline.reuse.ir.rewrite.verify(None, "shared")  # type: ignore[arg-type]
+        lazyinline.reuse.ir.verify.verify(None, "shared")  # type: ignore[arg-type]
     assert error_line(caught.value) is None
 
 

@@ -29,7 +29,7 @@ from lazyinline.reuse.ir.program import (
     UserInput,
     Value,
 )
-from lazyinline.reuse.ir.rewrite import verify
+from lazyinline.reuse.ir.verify import verify
 
 aten = torch.ops.aten
 

@@ -41,9 +41,9 @@ from lazyinline.reuse.ir.program import (
     Program,
     walk_closures,
 )
-from lazyinline.reuse.ir.rewrite import verify
 from lazyinline.reuse.ir.torch_symbols import Values, module_at, type_at
 from lazyinline.reuse.ir.types import TensorType
+from lazyinline.reuse.ir.verify import verify
 
 KINDS = [Series(4, 1), Series(2, 2, collapsed=True), Series(3, 6), Series(2, 6, collapsed=True)]
 

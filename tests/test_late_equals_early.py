@@ -48,9 +48,9 @@ from lazyinline.reuse.ir.leaf import (
 )
 from lazyinline.reuse.ir.operators import may_draw
 from lazyinline.reuse.ir.program import Call, Composite, Leaf, Program, Value
-from lazyinline.reuse.ir.rewrite import verify
 from lazyinline.reuse.ir.torch_updates import results_in_place
 from lazyinline.reuse.ir.types import StructType, TensorType
+from lazyinline.reuse.ir.verify import verify
 
 aten = torch.ops.aten
 SEEDS, GRADIENT_SEEDS = range(200), range(100)

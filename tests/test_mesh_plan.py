@@ -50,7 +50,7 @@ from lazyinline.pipeline_parallel.mesh.torch_parts import (
     reshaped_in_parts,
 )
 from lazyinline.pipeline_parallel.mesh.torch_sharding_rules import Rules, placements
-from lazyinline.reuse.ir.operators import Rates
+from lazyinline.reuse.ir.costs import Rates
 from lazyinline.reuse.ir.program import Leaf, RecomputeMark, walk_closures
 
 # Products and links take what they take; memory traffic is nearly free, so the plan is the one of

@@ -15,7 +15,7 @@ import lazyinline
 from lazyinline import func
 from lazyinline.frontend.capture.regions import ModeChoice
 from lazyinline.reuse.errors import PlanError
-from lazyinline.reuse.ir.operators import OperatorCosts, ProgramCosts
+from lazyinline.reuse.ir.costs import OperatorCosts, ProgramCosts
 
 
 class Field(nn.Module):

@@ -21,7 +21,7 @@ import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.backend.gpu.targets import target_named
 from lazyinline.reuse import torch_pytree
-from lazyinline.reuse.ir.operators import CPU, Cost, OperatorCosts, ProgramCosts, Rates
+from lazyinline.reuse.ir.costs import CPU, Cost, OperatorCosts, ProgramCosts, Rates
 from lazyinline.reuse.ir.program import Program
 
 lazy_inline(DecoderBlock)

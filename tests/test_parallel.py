@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import lazyinline
 from lazyinline.pipeline_parallel.mesh import torch_collectives
 from lazyinline.pipeline_parallel.mesh.plan import MeshPlan
-from lazyinline.reuse.ir.operators import Rates
+from lazyinline.reuse.ir.costs import Rates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -36,7 +36,7 @@ import lazyinline
 from lazyinline.frontend import mesh_placement
 from lazyinline.frontend.passes import mesh
 from lazyinline.pipeline_parallel.mesh import torch_collectives
-from lazyinline.reuse.ir.operators import Rates
+from lazyinline.reuse.ir.costs import Rates
 
 HERE = "test_parallel_processes"
 EAGER: dict[str, Any] = {"backend": "eager", "micro_batches": 2}

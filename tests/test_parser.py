@@ -39,7 +39,7 @@ from lazyinline.reuse.ir.program import (
     Value,
     walk_closures,
 )
-from lazyinline.reuse.ir.rewrite import verify
+from lazyinline.reuse.ir.verify import verify
 
 
 def numbered(program: Program) -> Iterator[object]:

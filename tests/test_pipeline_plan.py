@@ -49,10 +49,10 @@ from lazyinline.pipeline_parallel.plan import (
 )
 from lazyinline.pipeline_parallel.stage_derivative import Splitter, differentiate_stages
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
+from lazyinline.reuse.ir.costs import CPU, OperatorCosts, ProgramCosts
 from lazyinline.reuse.ir.leaf import flatten_value, interpret
-from lazyinline.reuse.ir.operators import CPU, OperatorCosts, ProgramCosts
 from lazyinline.reuse.ir.program import Composite, Program, UserInput
-from lazyinline.reuse.ir.rewrite import verify
+from lazyinline.reuse.ir.verify import verify
 
 lazy_inline(DecoderBlock)
 

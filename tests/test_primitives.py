@@ -32,7 +32,7 @@ from lazyinline.frontend.passes.programs import differentiation, programs_of
 from lazyinline.reuse.ir.leaf import interpret
 from lazyinline.reuse.ir.operators import is_primitive
 from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program, walk_closures
-from lazyinline.reuse.ir.rewrite import not_primitive, verify
+from lazyinline.reuse.ir.verify import not_primitive, verify
 from lazyinline_command.main import main
 
 SMALL = {"hidden": 16, "num_heads": 2, "seq": 6, "vocab": 20}

@@ -14,8 +14,8 @@ import lazyinline
 from lazyinline.reuse.errors import VerifyError
 from lazyinline.reuse.ir.printer import WIDTH, format_program, text_to_compare
 from lazyinline.reuse.ir.program import Call, Composite, Leaf, Program, UserInput, Value
-from lazyinline.reuse.ir.rewrite import verify
 from lazyinline.reuse.ir.types import StructType, TensorType
+from lazyinline.reuse.ir.verify import verify
 
 aten = torch.ops.aten
 

@@ -27,7 +27,7 @@ from lazyinline.recompute.solver import (
     frontier,
     spread,
 )
-from lazyinline.reuse.ir.operators import CPU
+from lazyinline.reuse.ir.costs import CPU
 from lazyinline_command.main import main
 
 WIDTH, HEADS, TOKENS, BATCH = 16, 2, 6, 3

@@ -3,10 +3,10 @@
 The numbers are those of the SXM boards. Throughputs are the dense ones: data sheets also print
 those with structured sparsity, which are twice as high.
 
-The least time that one needs is predicted by the roofline of :mod:`...reuse.ir.operators`: no
-program reaches the peak rates, and a launch takes at least the time to start it. The expected time
-is longer: each kind of kernel usually reaches only a share of the peak, and in the last wave of
-tiles of a product multiprocessors are idle.
+The least time that one needs is predicted by the roofline of :mod:`...reuse.ir.costs`: no program
+reaches the peak rates, and a launch takes at least the time to start it. The expected time is
+longer: each kind of kernel usually reaches only a share of the peak, and in the last wave of tiles
+of a product multiprocessors are idle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...reuse.errors import PlanError
-from ...reuse.ir.operators import Cost, Rates, flops_of
+from ...reuse.ir.costs import Cost, Rates, flops_of
 from ..launches.kernel_list import KernelList, Launch, View
 from .torch_cuda import TritonKernel
 

@@ -27,8 +27,9 @@ from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.ir import program as ir
 from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.control import control_leaf
+from ...reuse.ir.costs import tensors_of
 from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, node_type, stamp_of
-from ...reuse.ir.operators import mutated_args, tensors_of
+from ...reuse.ir.operators import mutated_args
 from ...reuse.torch_names import memory_id
 from ..effects.effects import NOTHING_KEPT, Arguments, Kept, find_fake
 from ..tracing.torch_tracing import is_mode_switch

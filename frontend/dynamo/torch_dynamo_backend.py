@@ -38,9 +38,9 @@ from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, LazyInlineError, PlanError
 from ...reuse.ir.fx_form import program_in
 from ...reuse.ir.program import Program
-from ...reuse.ir.rewrite import verify
 from ...reuse.ir.torch_symbols import expression_of
 from ...reuse.ir.types import contiguous_stride
+from ...reuse.ir.verify import verify
 from ..capture.assemble import OutputTree
 from ..capture.capture import Subject, capture_model
 from ..dispatch.dispatcher import ModuleDispatcher

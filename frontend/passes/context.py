@@ -42,8 +42,8 @@ from ...backend.run.planned import closures_run
 from ...recompute.fit_budget import BudgetFit, ProgramPeaks
 from ...recompute.planner import Budget, Planner, Policy, policy_of, summarize
 from ...reuse.errors import PlanError
+from ...reuse.ir.costs import CPU, OperatorCosts
 from ...reuse.ir.leaf import FullKey, leaf_key
-from ...reuse.ir.operators import CPU, OperatorCosts
 from ...reuse.ir.program import Composite, Leaf, Program, RecomputeMark, Run, walk_closures
 from ...reuse.ir.rewrite import map_leaves
 from ...reuse.ir.torch_symbols import Values

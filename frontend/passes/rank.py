@@ -32,8 +32,8 @@ from ...pipeline_parallel.cut import Colors, Stage
 from ...pipeline_parallel.plan import PipelinePlan, RankOrder
 from ...pipeline_parallel.stage_derivative import StageDerivative
 from ...reuse.errors import PipelineError
+from ...reuse.ir.costs import OperatorCosts, ProgramCosts, Rates
 from ...reuse.ir.leaf import flat_types
-from ...reuse.ir.operators import OperatorCosts, ProgramCosts, Rates
 from ...reuse.ir.program import Leaf, ModelTensor, Program
 from ...reuse.ir.types import TensorType, Wire
 from ..marks import STAGE_MARK

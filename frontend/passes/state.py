@@ -18,10 +18,10 @@ from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...recompute.planner import Policy, PolicyName
 from ...reuse.errors import OURS, CaptureError, is_debugging
-from ...reuse.ir.operators import OperatorCosts
+from ...reuse.ir.costs import OperatorCosts
 from ...reuse.ir.program import Composite, Program, RecomputeMark
-from ...reuse.ir.rewrite import ProgramLevel, verify
 from ...reuse.ir.torch_symbols import Values
+from ...reuse.ir.verify import ProgramLevel, verify
 from ...reuse.torch_names import lazy_modules
 from ..capture.capture import Subject
 from ..capture.regions import CapturedModel

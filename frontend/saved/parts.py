@@ -26,10 +26,10 @@ from ...reuse.errors import FileError, ParseError, VerifyError
 from ...reuse.ir import program as ir
 from ...reuse.ir.parser import parse_program, parse_size
 from ...reuse.ir.printer import closure_names, text_to_compare
-from ...reuse.ir.rewrite import name_of, verify
 from ...reuse.ir.torch_symbols import ReadSizes
 from ...reuse.ir.torch_updates import IN_PLACE, STATE
 from ...reuse.ir.types import StructType, TensorType
+from ...reuse.ir.verify import name_of, verify
 from ..capture.assemble import OutputTree
 from ..compiled import Compiled, CompiledStep, Facts
 from ..guard import Guard

@@ -22,7 +22,8 @@ import torch
 import torch.fx
 
 from ...reuse.errors import PlanError
-from ...reuse.ir.operators import Rates, flops, is_elementwise, is_free, tensors_of
+from ...reuse.ir.costs import Rates, flops, is_free, tensors_of
+from ...reuse.ir.operators import is_elementwise
 from ...reuse.ir.program import outputs_of
 from .folding import Folded, Port, Slot
 from .layouts import SUM, WHOLE, Axis, Layout, Layouts

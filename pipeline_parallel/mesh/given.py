@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ...autodiff.training_program import StepProgram
 from ...reuse.errors import PlanError
-from ...reuse.ir.operators import tensors_of
+from ...reuse.ir.costs import tensors_of
 from ...reuse.torch_names import RESHAPES
 from .folding import folded_step
 from .layouts import split

@@ -16,7 +16,7 @@ import torch.fx
 
 from ...autodiff.training_program import StepProgram
 from ...reuse.errors import PlanError
-from ...reuse.ir.operators import Rates, is_heavy
+from ...reuse.ir.costs import Rates, is_heavy
 from ...reuse.ir.printer import bytes_text, seconds_text
 from ...reuse.ir.program import Closure, RecomputeMark, outputs_of
 from .choices import Choices, Edge, Group, Item

@@ -20,7 +20,7 @@ from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlacehold
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.node import map_arg
 
-from ...reuse.ir.operators import tensors_of
+from ...reuse.ir.costs import tensors_of
 from .layouts import SUM, WHOLE, Layout, split
 
 _ATEN = torch.ops.aten

@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx
 
 from ...reuse.errors import VerifyError
-from ...reuse.ir.operators import Cost, OperatorCosts, value_bytes
+from ...reuse.ir.costs import Cost, OperatorCosts, value_bytes
 from ...reuse.ir.printer import bytes_text
 from ...reuse.ir.program import Composite, Leaf, Program
 from ...reuse.ir.types import TensorType

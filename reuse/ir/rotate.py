@@ -21,8 +21,9 @@ import torch
 import torch.fx
 
 from ..torch_names import module_of
+from .costs import is_free, is_heavy
 from .leaf import cut_leaf, memory_of, node_type
-from .operators import is_draw, is_free, is_heavy, is_view, mutated_args
+from .operators import is_draw, is_view, mutated_args
 from .program import Call, Closure, Composite, Leaf, Program, Value, count_calls, outputs_of
 
 LEAST_CALLS = 3
