@@ -45,11 +45,11 @@ from link_tree import ROOT
 # passes (frontend +150, reuse +33), errors of derivatives with their line (autodiff +33), values of
 # index_put (backend +53), gradients of pools, and casts, that are eager's (backend +147).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_398, 89),
-    "reuse": (9_634, 32),
+    "frontend": (28_399, 89),
+    "reuse": (9_645, 34),
     "autodiff": (6_027, 19),
-    "recompute": (1_080, 4),
-    "pipeline_parallel": (7_122, 23),
+    "recompute": (1_074, 4),
+    "pipeline_parallel": (7_123, 23),
     "backend": (12_077, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
