@@ -177,6 +177,9 @@ DIFFERENTIATES = "differentiates inside"
 SETS_FOR_BACKWARDS = "may set what a backward of a torch.autograd.Function reads"
 """Part of the message for a forward that must run eagerly with its parts, because a backward may
 read an attribute that the forward sets."""
+GIVES_NONE = "returns None as the gradient of a tensor that requires one"
+"""Part of the message for a forward that must run eagerly with its parts: autograd calls the
+functions before such a one with zeros, but does not call ATen's operators."""
 
 CANNOT = "cannot be captured"
 """Part of the message for a forward that runs eagerly, before the line and the cause."""

@@ -21,7 +21,7 @@ from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
 from ..effects.effects import find_fake
 from ..effects.given_objects import SeenNames
-from ..refusals import DIFFERENTIATES
+from ..refusals import DIFFERENTIATES, GIVES_NONE
 from ..tracing.frames import model_name, user_line
 from ..tracing.torch_patches import replaced
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of
@@ -67,7 +67,7 @@ def run_both_ways(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Applies a function and runs its backward, so that its Python is watched as well.
 
     Raises:
-        CaptureError: Its backward gives no gradient where a result is unused.
+        CaptureError: Its backward gives no gradient, perhaps only where a result is unused.
     """
     wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
     edges = [get_gradient_edge(a) for a in wanted]  # first, as it may change arguments in-place
@@ -77,22 +77,19 @@ def run_both_ways(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
     if not made or not edges:
         return result
 
-    def absent(used: Sequence[torch.Tensor]) -> list[bool]:
-        seeds = [torch.zeros_like(r) for r in used]
-        found = torch.autograd.grad(used, edges, seeds, retain_graph=True, allow_unused=True)
-        return [gradient is None for gradient in found]
-
+    # Autograd passes a None on as no gradient up to the next function, which makes zeros of it.
+    subsets = [made, *([r for r in made if r is not one] for one in made if len(made) > 1)]
     # In this thread, because the profiler that watches Python is per thread.
     with torch.autograd.set_multithreading_enabled(False):
-        of_all = absent(made)
-        if len(made) > 1 and any(
-            absent([r for r in made if r is not one]) != of_all for one in made
-        ):
-            raise CaptureError(
-                f"A torch.autograd.Function at {user_line()} gives no gradient where a result is "
-                "unused (set_materialize_grads(False)), where a compiled one would give zeros: an "
-                "optimizer would decay weights."
-            )
+        for used in subsets:
+            seeds = [torch.zeros_like(r) for r in used]
+            found = torch.autograd.grad(used, edges, seeds, retain_graph=True, allow_unused=True)
+            if any(gradient is None for gradient in found):
+                raise CaptureError(
+                    f"A torch.autograd.Function at {user_line()} {GIVES_NONE} (or, by "
+                    "set_materialize_grads(False), where a result is unused). A program would give "
+                    "zeros, by which an optimizer decays weights. Return zeros, or detach the tensor."
+                )
     return result
 
 

@@ -34,7 +34,7 @@ from ..compiler import Compiler
 from ..guard import Inputs
 from ..options import Options
 from ..passes.state import Compilation, Pass
-from ..refusals import DIFFERENTIATES, SETS_FOR_BACKWARDS, way_of, wrapped_parts
+from ..refusals import DIFFERENTIATES, GIVES_NONE, SETS_FOR_BACKWARDS, way_of, wrapped_parts
 from ..report import CompileReport
 from ..sizes.shapes import CompileResult
 from ..tracing.frames import warn_user
@@ -147,9 +147,8 @@ def why_alone(reason: str) -> str:
     """Returns why the parts of a module that runs eagerly must run eagerly too, or ""."""
     if DIFFERENTIATES in reason:
         return "the module around it differentiates it inside its forward"
-    if SETS_FOR_BACKWARDS in reason:
-        return f"the module around it {SETS_FOR_BACKWARDS}"
-    return ""
+    found = [what for what in (SETS_FOR_BACKWARDS, GIVES_NONE) if what in reason]
+    return f"the module around it {found[0]}" if found else ""
 
 
 class Parts:
