@@ -87,8 +87,8 @@ def run_both_ways(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
             if any(gradient is None for gradient in found):
                 raise CaptureError(
                     f"A torch.autograd.Function at {user_line()} {GIVES_NONE} (or, by "
-                    "set_materialize_grads(False), where a result is unused). A program would give "
-                    "zeros, by which an optimizer decays weights. Return zeros, or detach the tensor."
+                    "set_materialize_grads(False), where a result is unused). A program would have "
+                    "zeros there, by which an optimizer decays weights. Return zeros, or detach it."
                 )
     return result
 
