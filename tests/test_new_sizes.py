@@ -57,7 +57,8 @@ class Potential(nn.Module):
 
     def forward(self, kinds: Tensor, places: Tensor, source: Tensor, target: Tensor) -> Tensor:
         distances = (places[source] - places[target]).square().sum(-1)
-        basis = (-((distances[:, None] - self.centers) ** 2)).exp()
+        basis = 2 * (-((distances[:, None] - self.centers) ** 2)).exp()
+        basis[:, 2:] = distances.cos()[:, None]  # into a slice, which begins inside a tensor
         x = self.embedding(kinds)
         for block in self.blocks:
             x = block(x, basis, source, target)

@@ -311,6 +311,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Records an operator: a view, an in-place change, or a launch with results of its own."""
         kwargs = kwargs or {}
+        if func is _ATEN.copy.default:
+            return self._copied(*args)
         with self.mode:
             result = func(*args, **kwargs)
         leaves = tree_flatten(result)[0]
@@ -370,6 +372,14 @@ class _Recorder(TorchDispatchMode):
 
     def _copy(self, *operands: Any) -> None:
         self._launch("copy_", _ATEN.copy_.default, operands, {})
+
+    def _copied(self, like: torch.Tensor, source: torch.Tensor, *_: Any) -> torch.Tensor:
+        """Records ``aten.copy``: the values of one tensor in the layout of another."""
+        # PyTorch's kernel clones the other's storage up to its end, and that may be an arena. The
+        # result begins as far inside as the other, for symbols at 0: recordings would not agree.
+        made = self.allocate(like.shape, like.stride(), like.dtype, like.device)
+        self._copy(made, source)
+        return made
 
     def _strided(
         self, tensor: torch.Tensor, size: Any, stride: Any, start: Any = None
