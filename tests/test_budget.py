@@ -50,7 +50,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_027, 19),
     "recompute": (1_074, 4),
     "pipeline_parallel": (7_123, 23),
-    "backend": (12_077, 37),
+    "backend": (12_087, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
