@@ -296,6 +296,18 @@ def halved(module: Any, x: Tensor) -> Tensor:
     return torch.cat([module.part(x[:1]), module.part(x[1:])])
 
 
+def filling(module: Any, x: Tensor) -> Tensor:
+    """Is captured from its second call on, which may be a checkpoint's."""
+    if module.scale is None:
+        module.scale = torch.full((WIDTH,), 2.0)
+    return module.linear(x * x.tanh()) * module.scale
+
+
+def in_a_checkpoint(model: nn.Module, **options: Any) -> Any:
+    compiled = lazyinline.compile(model, **options)
+    return lambda x: checkpoint(compiled, x, use_reentrant=False)
+
+
 def test_what_eager_cannot_differentiate_runs_eagerly_and_so_does_what_only_eager_can() -> None:
     # Both halves share one version counter: eager says so in backward, but not under checkpoint.
     x = torch.randn(3, WIDTH)
@@ -310,6 +322,7 @@ def test_what_eager_cannot_differentiate_runs_eagerly_and_so_does_what_only_eage
     assert "derivative for aten::floor_divide is not impl" in compiled.last_report.ran_eagerly
     around = Part(lambda m, x: x + checkpoint(m.part, x, use_reentrant=False), part=model)
     assert_equals_eager(around, (x,))
+    assert_equals_eager(Part(filling, scale=None), (x,), door=in_a_checkpoint)
     with pytest.raises(CaptureError, match="is changed in place after it was computed"):
         lazyinline.compile_step(around, loss_fn=torch.sum, backend="eager")(x)
 
@@ -358,14 +371,21 @@ def changing(module: Any, x: Tensor) -> Tensor:
     return left.mul(2).add_(right)
 
 
-@pytest.mark.parametrize("run", [straight, penalty, changing], ids=lambda run: run.__name__)
+def rerun(module: Any, x: Tensor) -> Tensor:
+    """Runs a part in a checkpoint, which runs it again in the backward."""
+    y = checkpoint(module.mlp, x, use_reentrant=False)
+    assert y.sum() < 1e9
+    return module.heads(y)[0]
+
+
+@pytest.mark.parametrize("run", [straight, penalty, changing, rerun], ids=lambda run: run.__name__)
 def test_derivatives_flow_through_parts_and_what_runs_eagerly_around_them(run: Run) -> None:
     seed_all()
     heads = Part(lambda m, x: m.linear(x * 2).tanh().chunk(2, 0))
     heads.linear = nn.Linear(WIDTH, WIDTH)
     model = Part(run, mlp=Mlp(), rounded=Straight.apply, heads=heads)
     compiled = assert_trains_like_eager(model, *batches())
-    assert run is not changing or is_compiled(compiled, "heads")
+    assert run not in (changing, rerun) or is_compiled(compiled, "heads")
 
 
 FAILURES: dict[str, Callable[[], Exception]] = {

@@ -25,6 +25,7 @@ from ...reuse.ir.printer import counted
 from ...reuse.ir.program import Program, UserInput
 from .. import refusals
 from ..autograd.bridge import Bridge, picker
+from ..autograd.torch_engine import current_backward
 from ..capture.assemble import OutputTree
 from ..capture.surroundings import one_at_a_time, other_threads_waiting
 from ..compiled import CompiledProgram
@@ -37,7 +38,7 @@ from ..passes.state import Compilation, Goal, Pass
 from ..report import CompileReport
 from ..sizes.shapes import CompileResult, ShapeCache
 from ..tracing.frames import own_model
-from ..tracing.torch_state import mode_around
+from ..tracing.torch_state import checkpoint_around, mode_around
 from ..tracing.torch_tracing import is_traced
 from .torch_slot import call_past_slot, in_slot
 
@@ -461,6 +462,9 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         self, leaves: list[Any], tree: torch_pytree.TreeSpec
     ) -> ModuleEntry | RunEagerly:
         """Returns a program for a call that no program fits, or why it runs eagerly."""
+        again = checkpoint_around() if current_backward() >= 0 else ""
+        if again:  # no program fitted at the forward either: the same tensors must be saved
+            return RunEagerly(again)
         if not refusals.watching_input(self.model, leaves):
             # A symbolic program's guard checks all but sizes, so no other check is needed.
             linked = self._linked_for(Inputs.of(leaves, tree))

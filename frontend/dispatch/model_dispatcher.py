@@ -39,6 +39,7 @@ from ..report import CompileReport
 from ..sizes.shapes import CompileResult
 from ..tracing.frames import warn_user
 from ..tracing.torch_patches import replaced
+from ..tracing.torch_state import checkpoint_around
 from . import torch_slot
 from .dispatcher import ModuleDispatcher, ModuleEntry, Refusals, RunEagerly
 
@@ -92,7 +93,8 @@ class PartDispatcher(ModuleDispatcher):
         self._thread = thread
 
     def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        why = getattr(self._thread, "why_alone", "")
+        # The backward finds no dispatcher in the slot, and must save what the forward saved.
+        why = getattr(self._thread, "why_alone", "") or checkpoint_around()
         return partial(self._run_alone, why) if why else self._run
 
     def _linked_for(self, inputs: Inputs) -> ModuleEntry | None:
