@@ -39,7 +39,6 @@ from ..report import CompileReport
 from ..sizes.shapes import CompileResult
 from ..tracing.frames import warn_user
 from ..tracing.torch_patches import replaced
-from ..tracing.torch_state import checkpoint_around
 from . import torch_slot
 from .dispatcher import ModuleDispatcher, ModuleEntry, Refusals, RunEagerly
 
@@ -82,7 +81,7 @@ class PartDispatcher(ModuleDispatcher):
         alike: Alike,
         compiler: Compiler,
         accepted: set[str],
-        thread: threading.local,
+        routes: Routes,
     ) -> None:
         # Equal layers share kernels only for fixed sizes, because symbols of two captures differ.
         learns = dynamic is None and alike.num_members > 1
@@ -90,11 +89,11 @@ class PartDispatcher(ModuleDispatcher):
         super().__init__(module, options, dynamic, compiler=compiler, accepted=accepted)
         self._refusals = alike.refusals
         self._alike = alike
-        self._thread = thread
+        self._routes, self._thread = routes, routes.thread
 
     def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        # The backward finds no dispatcher in the slot, and must save what the forward saved.
-        why = getattr(self._thread, "why_alone", "") or checkpoint_around()
+        self._routes.keep_for_rerun()
+        why = getattr(self._thread, "why_alone", "")
         return partial(self._run_alone, why) if why else self._run
 
     def _linked_for(self, inputs: Inputs) -> ModuleEntry | None:
@@ -171,7 +170,6 @@ class Parts:
         self._alike: dict[Likeness, Alike] = {}
         self._paths: dict[int, str] = {}
         self.routes = Routes(self._find)
-        self.thread = threading.local()  # has the reason why all parts must run eagerly now
 
     def _find(self) -> list[PartDispatcher]:
         """Returns the dispatchers of the parts, which are the modules in the model now."""
@@ -198,7 +196,7 @@ class Parts:
             alike = self._alike.setdefault(key, Alike(counts[key]))
             calls = known.get(id(module))
             if calls is None:
-                shared = (alike, self._compiler, self._accepted, self.thread)
+                shared = (alike, self._compiler, self._accepted, self.routes)
                 calls = PartDispatcher(module, self._options, self._dynamic, *shared)
             self._calls[id(module)] = calls
 
@@ -244,6 +242,7 @@ class Routes:
 
     def __init__(self, find: Callable[[], Sequence[ModuleDispatcher]]) -> None:
         self._find = find
+        self.thread = threading.local()  # has the reason why all parts must run eagerly now
         self._lock = ProcessLock()
         self._num_running = 0
         self._taken: list[tuple[ModuleDispatcher, Callable[[], None]]] = []
@@ -270,6 +269,16 @@ class Routes:
                         put_back()
                 taken.clear()
 
+    def keep_for_rerun(self) -> None:
+        """Opens the routes where a checkpoint around the call, if there is one, runs again."""
+        why = getattr(self.thread, "why_alone", "")
+        torch_slot.enter_in_reruns(self, partial(self._rerun, why))
+
+    @contextmanager
+    def _rerun(self, why_alone: str) -> Iterator[None]:
+        with self.opened(), alone(self.thread, why_alone):
+            yield
+
 
 # ---- a whole model -------------------------------------------------------------------------------
 
@@ -285,8 +294,15 @@ class ModelDispatcher(ModuleDispatcher):
     captured runs eagerly around its parts.
     """
 
-    def __init__(self, model: nn.Module, options: Options, dynamic: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        dynamic: bool | None = None,
+        routes: Routes | None = None,
+    ) -> None:
         super().__init__(model, options, dynamic)
+        self._routes = routes
         self._class: type | None = None
         self._has_hooks_around = False
         self._wrapped: tuple[ModelDispatcher, ...] = ()
@@ -323,7 +339,8 @@ class ModelDispatcher(ModuleDispatcher):
         if list(map(id, inside)) == [id(self.model)]:
             inside = []
         if list(map(id, inside)) != [id(known.model) for known in self._wrapped]:
-            self._wrapped = tuple(ModelDispatcher(m, self.options, self.dynamic) for m in inside)
+            made_of = self.options, self.dynamic, self._to_wrapped
+            self._wrapped = tuple(ModelDispatcher(m, *made_of) for m in inside)
         return self._wrapped
 
     def called_past(self) -> tuple[ModelDispatcher, ...]:
@@ -365,6 +382,8 @@ class ModelDispatcher(ModuleDispatcher):
             self._report_eager(reason)
 
     def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        if self._routes is not None:
+            self._routes.keep_for_rerun()
         if type(self.model) is not self._class:  # fully_shard changes it
             self.look_for_wrappers()
         if self._wrapped:
@@ -434,7 +453,7 @@ class ModelDispatcher(ModuleDispatcher):
                     made_of = (self.options, self.dynamic, self._compiler, self._accepted)
                     self._parts = Parts(self.model, *made_of)
                 inside.enter_context(self._parts.routes.opened())
-                inside.enter_context(alone(self._parts.thread, why_alone(reason)))
+                inside.enter_context(alone(self._parts.routes.thread, why_alone(reason)))
             inside.enter_context(unchanged(self.model, "" if raised else reason))
             return self._run_alone(reason, args, kwargs)
 
