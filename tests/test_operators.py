@@ -1,5 +1,6 @@
 """Operators on operands in every layout; ``benchmarks/operators.py`` has all operators."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -402,6 +403,30 @@ def test_random_operators_in_a_row_draw_as_eager_from_one_seed(layout: str, plac
 )
 def test_a_random_operator_draws_as_eager_from_one_seed(draw: str, layout: str, place: str) -> None:
     assert_draws_as_eager(Drawing(place, draw), layout)
+
+
+@pytest.mark.parametrize(
+    ("norm", "backend"),
+    [(nn.LayerNorm(8), "eager"), (nn.GroupNorm(2, 8), "eager"), (nn.BatchNorm1d(8), "eager")]
+    + [(nn.LayerNorm(8, elementwise_affine=False), "eager"), (nn.BatchNorm1d(8), "inductor")],
+)
+def test_norms_in_autocast_keep_statistics_in_float32(norm: nn.Module, backend: Any) -> None:
+    """Rounded to 16 bits, a mean far from zero leaves no digit of a batch norm's gradient."""
+    model = nn.Sequential(nn.Linear(8, 8), norm)
+    with torch.no_grad():
+        model[0].bias.fill_(20)
+    expected, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    compiled = lazyinline.compile(model, backend=backend)
+    x, cotangent = torch.randn(64, 8), torch.randn(64, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = compiled(x), expected(x)
+    for result in (*results, exact(x.double())):
+        (result * cotangent).sum().backward()
+    found, eagers, true = (list(m.parameters()) for m in (model, expected, exact))
+    for ours, eager, right in zip(found, eagers, true, strict=True):
+        assert ours.grad is not None and eager.grad is not None and right.grad is not None
+        errors = [(g.grad - right.grad).abs().max().item() for g in (ours, eager)]
+        assert errors[0] <= 1.5 * errors[1] + 0.01 * right.grad.abs().max().item()
 
 
 def test_dropout_of_nothing_trains() -> None:
