@@ -407,8 +407,10 @@ def test_a_random_operator_draws_as_eager_from_one_seed(draw: str, layout: str, 
 
 @pytest.mark.parametrize(
     ("norm", "backend"),
-    [(nn.LayerNorm(8), "eager"), (nn.GroupNorm(2, 8), "eager"), (nn.BatchNorm1d(8), "eager")]
-    + [(nn.LayerNorm(8, elementwise_affine=False), "eager"), (nn.BatchNorm1d(8), "inductor")],
+    [
+        *((nn.LayerNorm(8), "eager"), (nn.GroupNorm(2, 8), "eager"), (nn.BatchNorm1d(8), "eager")),
+        *((nn.LayerNorm(8, elementwise_affine=False), "eager"), (nn.BatchNorm1d(8), "inductor")),
+    ],
 )
 def test_norms_in_autocast_keep_statistics_in_float32(norm: nn.Module, backend: Any) -> None:
     """Rounded to 16 bits, a mean far from zero leaves no digit of a batch norm's gradient."""
