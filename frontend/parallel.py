@@ -21,13 +21,12 @@ from ..autodiff.training_program import Sums
 from ..backend.kernels.lower import BackendName
 from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
-from ..pipeline_parallel.actions import ActionTable
 from ..pipeline_parallel.mesh.layouts import Links
 from ..pipeline_parallel.mesh.plan import REPLICATED
 from ..pipeline_parallel.process_groups import Ranks, all_ranks, check_processes, ranks_along
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
-from ..reuse.errors import FileError, PlanError, door
+from ..reuse.errors import PlanError, door
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.printer import text_to_compare
 from ..reuse.ir.program import ModelTensor, tensor_type
@@ -117,7 +116,6 @@ def parallelize(
     Raises:
         PlanError: if the model cannot be split so.
         PipelineError: if ranks differ in model or versions.
-        FileError: if ranks are on other machines, and programs of the schedule cannot be saved.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -523,7 +521,6 @@ def step_elsewhere(state: Compilation) -> ParallelElsewhere:
 
 def stages_elsewhere(asked: AskedPipeline) -> ParallelElsewhere:
     """Compiles the stages of each rank of a mesh with a pipeline dimension."""
-    check_backwards(asked.table)  # before the compile, whose result can only be saved
     state = asked.begun()
     guard, kept = asked.guard(state), []
     state = run(between(PASSES, "plan", "autodiff"), state)
@@ -533,15 +530,6 @@ def stages_elsewhere(asked: AskedPipeline) -> ParallelElsewhere:
                 made = replace(fitted(replace(one, rank=rank)), sharder=None)
                 kept.append(_kept(asked.model, guard, made, (), coordinate, asked))
     return ParallelElsewhere(kept)
-
-
-def check_backwards(table: ActionTable) -> None:
-    """Raises FileError if the programs of a schedule over a mesh cannot be saved."""
-    if table.splits_backward:
-        raise FileError(
-            f"{table.schedule} splits backwards, and over a mesh only their halves exist, but a "
-            "file has whole ones: save it with another schedule."
-        )
 
 
 def _of_each_rank(state: State) -> Iterator[tuple[tuple[int, ...], State]]:

@@ -489,6 +489,7 @@ def test_stages_of_others_and_missing_are_refused(
     ("place", "value", "said"),
     [
         (0, "2F2B", "schedule='2F2B' is unknown"),
+        (0, "InterleavedZeroBubble", "a backward in halves calls other programs than these"),
         (1, [3, 2, 4, 1], "num_stages=3 cannot be spread evenly over 2 rank(s)"),
         (1, [2, 2, 4, 1], "of 2 rank(s) in 1 replica(s), and torch.distributed has 1 rank(s) here"),
         (1, [2, 1, 4, 3], "1 rank(s) in 3 replica(s), and torch.distributed has 1 rank(s) here"),

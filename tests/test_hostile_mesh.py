@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import test_hostile_files as forger
-from parallel_models import MEGATRON, mesh_of, tiny, tokens
+from parallel_models import MEGATRON, tiny, tokens
 from rank_threads import one_of_many, run_in_threads
 from test_hostile_files import num_refused, opened, parts_in, written
 
@@ -47,16 +47,6 @@ def test_a_file_of_a_mesh_is_opened_by_as_many_ranks_as_it_has(
         assert not opened(meshed, path)
         with pytest.raises(lazyinline.FileError, match="a state_dict has whole tensors"):
             lazyinline.load(path, state_dict={})
-
-
-def test_stages_whose_backwards_are_split_are_in_no_file(tmp_path: pathlib.Path) -> None:
-    halves: Any = {"schedule": "InterleavedZeroBubble", "num_stages": 2}
-    with one_of_many(2):
-        mesh = mesh_of(pipeline=1, tensor=2)
-        stages = lazyinline.parallelize(tiny(2), tokens(), mesh=mesh, **OPTIONS, **halves)
-        with pytest.raises(lazyinline.FileError, match="InterleavedZeroBubble splits backwards"):
-            lazyinline.save(stages, tmp_path / "mesh.lz")
-    assert not [*tmp_path.iterdir()]
 
 
 MODEL, STEP = "model.json", "mesh/0/programs/0/step.txt"

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from ...autodiff.derivative import Derivative
 from ...autodiff.leaf_derivative import Request
 from ...backend.files.container import CallError, Content, Parts, reason_of, to_json, write_parts
 from ...backend.files.torch_store import open_cache
@@ -25,9 +26,9 @@ from ...pipeline_parallel.process_groups import (
     ranks_along,
     ranks_of,
 )
-from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
+from ...pipeline_parallel.stage_derivative import Halves, StageDerivative
 from ...reuse.errors import FileError
-from ...reuse.ir.program import Composite, walk_closures
+from ...reuse.ir.program import Call, Closure, Composite, Program, Value, tensor_type
 from ..mesh_placement import stage_dimension
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation, part_name, parts_of
@@ -157,15 +158,32 @@ def stage_parts(
     place = stage_place(one.stage.index)
     yield place + BOUNDARY, [to_json(derivative_data(one.derivative))]
     own = [state.programs[part_name(one, kind)] for kind in parts_of(one)]
-    launches = state.context.recorded
-    if one.halves is not None and one.derivative is not None:  # saved whole: load splits it again
-        assert isinstance(one.derivative.backward, Composite)
-        own[1:] = [state.context.decomposed(one.derivative.backward.program)]
-        forward = set(walk_closures(own[0]))  # which kernels of the whole are known may vary
-        launches = {leaf: known for leaf, known in launches.items() if leaf in forward}
+    if one.halves is not None and one.derivative is not None:
+        own[1:] = [_joined(one.halves, one.derivative, *own)]
     runs = dict(zip(PARTS, own, strict=False))
-    for name, content in program_parts(kept, runs, launches, None):
+    for name, content in program_parts(kept, runs, state.context.recorded, None):
         yield name if name.startswith("objects/") else place + name, content
+
+
+def _joined(halves: Halves, derivative: Derivative, forward: Program, *parts: Program) -> Program:
+    """Returns a backward in halves as one program, which calls those that there are."""
+    results, programs = forward.outputs, iter(parts)
+    kept = [results[-1], *(forward.inputs[i] for i in derivative.kept_inputs)]
+    kept += [results[i] for i in derivative.kept_outputs]
+    cotangents = [tensor_type(results[i]).cotangent() for i in derivative.cotangent_outputs]
+    inputs = tuple(map(Value, [*(value.type for value in kept), *cotangents]))
+    calls, outputs, carried = list[Call](), list[Value](), tuple[Value, ...]()
+    for name, half, taken, number in (
+        ("early", halves.early, halves.early_inputs, len(halves.early_outputs)),
+        ("late", halves.late, halves.late_inputs, len(halves.late_outputs)),
+    ):
+        if half is not None:
+            closure = Composite(name, next(programs))
+            made = tuple(map(Value, closure.output_types))
+            calls.append(Call(closure, (*carried, *(inputs[i] for i in taken)), made))
+            outputs += made[:number]
+            carried = made[number:]
+    return Program(inputs, tuple(calls), tuple(outputs))
 
 
 # ---- from a file ---------------------------------------------------------------------------------
@@ -239,7 +257,6 @@ def read_stages(
     Over a mesh, ``local`` returns a stage's folder and arguments of ``read_runs``.
     """
     found: list[StageDerivative] = []
-    splitter = Splitter() if state.table.splits_backward else None
     arriving: tuple[int, ...] = (0,)  # result 0 of the last stage is the loss
     own = state.table.stages_of(state.rank)
     for stage in reversed(state.stages):
@@ -267,9 +284,29 @@ def read_stages(
             raise FileError(f"stage {stage.index} has gradients of what nobody sends")
         sent = tuple(i for i in gradients if i < stage.num_received)
         halves = None
-        if splitter is not None and derivative is not None:
-            halves = splitter.split(derivative.backward, range(len(sent)))
+        if state.table.splits_backward and derivative is not None:
+            halves = _halves_of(derivative.backward, len(sent))
         request = Request(Composite("stage", stage.program), (), ())
         found.insert(0, StageDerivative(stage, derivative, request, halves, sent, arriving))
         arriving = sent
     return found
+
+
+def _halves_of(backward: Closure, num_sent: int) -> Halves:
+    """Returns the halves that a program of :func:`_joined` calls; FileError if it is another."""
+    assert isinstance(backward, Composite)
+    program, calls, found = backward.program, iter(backward.program.calls), []
+    places = {value: place for place, value in enumerate(program.inputs)}
+    sides = tuple(range(num_sent)), tuple(range(num_sent, len(program.outputs)))
+    carried = tuple[Value, ...]()
+    for side in sides:
+        call = next(calls, None) if side else None
+        args, results = ((), ()) if call is None else (call.args, call.results)
+        first, carried, number = carried, results[len(side) :], len(carried)
+        is_sound = args[:number] == first and places.keys() >= {*args[number:]}
+        if not is_sound or results[: len(side)] != tuple(program.outputs[i] for i in side):
+            raise FileError("a backward in halves calls other programs than these")
+        half = None if call is None else call.closure
+        found.append((half, tuple(places[v] for v in args[number:])))
+    (early, early_inputs), (late, late_inputs) = found
+    return Halves(early, late, early_inputs, late_inputs, *sides)

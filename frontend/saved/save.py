@@ -25,7 +25,7 @@ from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guard import Constant, Guard
 from ..mesh_placement import KeptOnMesh
 from ..options import Batching, Options
-from ..parallel import ParallelElsewhere, ParallelPipeline, ParallelStep, check_backwards
+from ..parallel import ParallelElsewhere, ParallelPipeline, ParallelStep
 from ..passes.link import launches_for_all
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation
@@ -212,7 +212,6 @@ def _parts_on_mesh(
                 known[id(lowered)] = parts
         else:
             asked, one = kept.asked, cast("RankCompilation", lowered)
-            check_backwards(asked.table)
             saved, program = _saved_stages(asked, guard, one, own=OWN, **more)
             parts = dict(saved.parts(weights))
             for stage in one.own:
