@@ -24,7 +24,7 @@ from lazyinline.frontend.options import LossModel, Options
 from lazyinline.frontend.page.page import PageData, ShownPlan, plan_page
 from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.passes.context import Context
-from lazyinline.frontend.passes.rank import RankCompilation, Splitting, parts_of, started
+from lazyinline.frontend.passes.rank import RankCompilation, Splitting, started
 from lazyinline.frontend.passes.stages import owned_bytes
 from lazyinline.frontend.passes.state import Pass, Subject, run
 from lazyinline.frontend.report import CompileReport
@@ -193,7 +193,7 @@ def _report(name: str, num_parameters: int, state: RankCompilation) -> RankRepor
         len(table.ranks),
         table.schedule,
         table.num_micro_batches,
-        sum(p.num_nodes() for one in state.own for p in parts_of(one).values()),
+        sum(p.num_nodes() for one in state.own for p in one.parts.values()),
         _inlined_nodes(state.own, table),
         _inlined_nodes(state.derived, table),
         made.num_launches,
@@ -207,7 +207,7 @@ def _report(name: str, num_parameters: int, state: RankCompilation) -> RankRepor
 
 
 def _inlined_nodes(derived: Sequence[StageDerivative], table: ActionTable) -> int:
-    programs = [p for one in derived for p in parts_of(one).values()]
+    programs = [p for one in derived for p in one.parts.values()]
     return table.num_micro_batches * sum(p.num_nodes_if_inlined() for p in programs)
 
 

@@ -26,7 +26,7 @@ from .options import Batching, LossFunction, LossModel, Options, split_batch
 from .passes.context import Context
 from .passes.link import launched
 from .passes.mesh import REDUCTION, rank_memory, rank_moves, rank_traffic, sharded_step
-from .passes.rank import RankCompilation, Split, Splitting, part_name, parts_of, started
+from .passes.rank import RankCompilation, Split, Splitting, part_name, started
 from .passes.stages import of_rank
 from .passes.state import Subject, between, run, step_goal
 from .pipeline import table_of
@@ -293,7 +293,7 @@ class _Offline:
         """Yields the cost of each part of a rank's stages per micro-batch, with collectives."""
         traffic = rank_traffic(rank)
         for one in rank.own:
-            for kind, program in parts_of(one).items():
+            for kind, program in one.parts.items():
                 lists = launched(rank, [rank.flats[part_name(one, kind)]])
                 cost = predict(lists, self.target).cost
                 seconds = self._taken_s(cost.seconds, traffic[program])

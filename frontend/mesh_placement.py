@@ -249,22 +249,13 @@ class MeshParameters:
                     )
 
 
-class WholeParameters:
-    """The unchanged parameters of a model that is compiled for a rank on another machine."""
-
-    def __init__(self, model: nn.Module, plan: MeshPlan, coordinate: Sequence[int]) -> None:
-        named = model.named_parameters()
-        self._placements = {id(tensor): plan.parameters.get(name, ()) for name, tensor in named}
-        self._sizes, self._coordinate = [size for _, size in plan.axes], coordinate
-
-    def part_of(self, tensor: Tensor) -> Tensor:
-        """Returns the rank's part of a tensor of the model."""
-        placements = self._placements.get(id(tensor), ())
-        return _part(tensor.detach(), self._sizes, self._coordinate, placements)
-
-    def as_captured(self) -> AbstractContextManager[None]:
-        """Does nothing: the modules hold the captured parameters."""
-        return nullcontext()
+def parts_elsewhere(
+    model: nn.Module, plan: MeshPlan, coordinate: Sequence[int]
+) -> Callable[[Tensor], Tensor]:
+    """Returns a function from a tensor of an unchanged model to the part of a rank elsewhere."""
+    layouts = {id(p): plan.parameters.get(name, ()) for name, p in model.named_parameters()}
+    sizes = [size for _, size in plan.axes]
+    return lambda one: _part(one.detach(), sizes, coordinate, layouts.get(id(one), ()))
 
 
 @dataclass(frozen=True)
@@ -275,10 +266,12 @@ class KeptOnMesh:
     guard: Guard
     lowered: Compilation  # the state of its compile before link
     plans: Sequence[ArenaPlan]  # the memory plans of a step
-    parameters: MeshParameters | WholeParameters
+    part_of: Callable[[Tensor], Tensor]  # returns the rank's part of a tensor
     mesh: Any  # with the pipeline's dimension
     rank: int
     asked: Any = None  # for stages, the arguments of the pipeline
+    # A context in which the modules hold the captured parameters.
+    as_captured: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

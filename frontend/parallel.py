@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -39,10 +39,10 @@ from .mesh_placement import (
     AskedPlan,
     KeptOnMesh,
     MeshParameters,
-    WholeParameters,
     gradient_of,
     local_part,
     part_of,
+    parts_elsewhere,
     stage_dimension,
 )
 from .options import Batch, Batching, LossFunction, LossModel, Options, check_count
@@ -211,8 +211,9 @@ class ParallelStep:
     Args:
         model: the model to train.
         batch: splits a batch into micro-batches.
-        state: the state before the first pass, or after the last one, if loaded from a file.
+        state: the state before the first pass; before ``lower``, if loaded from a file.
         read: parameters loaded from a file, by name, in place of the model's own.
+        together: runs a function that may fail on a file: if it fails on one rank, all raise.
 
     Attributes:
         model: holds the parameters, as DTensors, for an optimizer and for checkpoints.
@@ -226,6 +227,7 @@ class ParallelStep:
         batch: Batch,
         state: Compilation,
         read: Mapping[str, Tensor] | None = None,
+        together: Callable[[Callable[[], Compilation]], Compilation] = lambda make: make(),
     ) -> None:
         assert state.goal.on_mesh is not None
         self.model, self._batch = model, batch
@@ -233,12 +235,11 @@ class ParallelStep:
         self._num_parts = state.goal.batching.micro_batches
         device = torch.device(self._mesh.device_type)
         self._agreement = _Agreement(self._mesh)
-        state = self._compiled(state) if state.runs is None else state
+        state = together(partial(self._compiled, state))
         assert isinstance(state.runs, PlannedProgram)
         assert state.mesh_plan is not None
         self.last_report, self._runner, self._step = state.report, state.runs, state.step
         self._layout_of = state.mesh_plan
-        self.plan = sharded_step(state)
         # Without memory: the search for a memory plan ends by time, so plans of ranks may differ.
         order = [(one.kind, one.axis, one.num_bytes) for one in self.plan.collectives]
         self._agreement.check_plans({"plan": f"{replace(self.plan, memory=None)}\n{order}"})
@@ -261,17 +262,19 @@ class ParallelStep:
         self._seed = torch.full((), 1.0 / self._num_parts, dtype=seed.dtype, device=device)
 
     def _compiled(self, state: Compilation) -> Compilation:
-        state = run(between(PASSES, "capture", "derive"), state)
-        asked = {"mesh": str(self._mesh.mesh.tolist()), "micro_batches": self._num_parts}
-        asked["sums"] = state.goal.batching.sums
-        why = "so their parts would not fit together"
-        ranks = self._agreement.ranks
-        ranks.check_same_program(state.programs[PARTS[0]], asked, why)
+        ranks, first = self._agreement.ranks, "lower"
+        if state.composed is None:
+            first, state = "plan", run(between(PASSES, "capture", "derive"), state)
+            asked = {"mesh": str(self._mesh.mesh.tolist()), "micro_batches": self._num_parts}
+            asked["sums"] = state.goal.batching.sums
+            why = "so their parts would not fit together"
+            ranks.check_same_program(state.programs[PARTS[0]], asked, why)
         # Ranks that share a cache compile in turn: the others find what the first one built.
         place = state.context.cache_place
         with ranks.leader_first(place), state.context.cached(state.report):
-            state = run(between(PASSES, "plan", "link"), state)
+            state = run(between(PASSES, first, "link"), state)
         state.report.made = made_by(state)
+        self.plan = sharded_step(state)  # raises if nothing waits for a collective
         return state
 
     @without_autocast()
@@ -310,8 +313,9 @@ class ParallelStep:
     @property
     def kept_on_mesh(self) -> KeptOnMesh:
         """Returns its parts that a file holds."""
-        own = self._guard, self._lowered, self._runner.plans, self._parameters
-        return KeptOnMesh(self.model, *own, self._mesh, self._mesh.get_rank())
+        own, placed = (self._guard, self._lowered, self._runner.plans), self._parameters
+        at = placed.part_of, self._mesh, self._mesh.get_rank()
+        return KeptOnMesh(self.model, *own, *at, as_captured=placed.as_captured)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page: placements and collectives, the program, its memory, its passes.
@@ -410,8 +414,9 @@ class ParallelPipeline(Pipeline):
         """Returns its parts that a file holds."""
         (state,), asked = self._made, self._asked
         assert asked.on_mesh is not None
-        own = asked.model.model, self._guard, state, (), self._on_mesh
-        return KeptOnMesh(*own, asked.on_mesh.whole, self._mesh.get_rank(), asked)
+        own, placed = (asked.model.model, self._guard, state, ()), self._on_mesh
+        at = placed.part_of, asked.on_mesh.whole, self._mesh.get_rank()
+        return KeptOnMesh(*own, *at, asked, placed.as_captured)
 
     def _first_value(self, source: ModelTensor) -> Tensor:
         return local_part(self._read.get(tensor_name(source.name), source.tensor))
@@ -544,8 +549,7 @@ def _of_each_rank(state: State) -> Iterator[tuple[tuple[int, ...], State]]:
     # First and last rank first: closures that are equal on both are equal on all ranks.
     for coordinate in dict.fromkeys((coordinates[0], coordinates[-1], *coordinates)):
         become(mesh, coordinate)
-        if not all(one.is_even for one in ends.sharders):
-            forget_meshes()  # DTensor caches the sizes of parts, which differ between ranks
+        forget_meshes()  # DTensor caches the sizes of parts, which may differ between ranks
         sharder = state.sharder if coordinate == coordinates[0] else None
         sharder = sharder or sharder_of(state, plan, ends)
         yield coordinate, replace(state, sharder=sharder)
@@ -568,6 +572,6 @@ def _kept(
     mesh = on_mesh.mesh if asked is None else on_mesh.whole
     if asked is not None:
         place.insert(mesh.mesh_dim_names.index(stage_dimension(mesh)), lowered.rank)
-    parameters = WholeParameters(whole.model, lowered.mesh_plan, coordinate)
-    own = whole.model, guard, lowered, plans, parameters
+    part_of_rank = parts_elsewhere(whole.model, lowered.mesh_plan, coordinate)
+    own = whole.model, guard, lowered, plans, part_of_rank
     return KeptOnMesh(*own, mesh, int(mesh.mesh[tuple(place)]), asked)

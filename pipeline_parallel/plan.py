@@ -8,7 +8,7 @@ be overwritten, follow from the order of actions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 
@@ -264,7 +264,7 @@ def _stage(
 ) -> StagePlan:
     stage = derived.stage
     forward = cost_of(derived.forward)
-    backward = sum((cost_of(p) for p in derived.backward if p is not None), Cost())
+    backward = sum(map(cost_of, derived.backward), Cost())
     paths = stage.paths or ("",)
     held = {id(s.tensor): t for s, t in zip(stage.model_tensors, stage.model_types, strict=True)}
     return StagePlan(
@@ -310,19 +310,6 @@ def _wire_bytes(types: Sequence[TensorType]) -> int:
 #
 # Where memory is not planned, a rank also holds sent and received tensors, and the gradients of one
 # backward: PyTorch's runtime frees what it sent when the step ends (1F1B: when it sends the next).
-
-
-@dataclass(frozen=True)
-class Boundaries:
-    """The stages that send a value to the next one, and those that send a gradient back."""
-
-    forward: frozenset[int]
-    back: frozenset[int]
-
-    def is_sent(self, action: Action) -> bool:
-        """Whether an action has a result for another stage."""
-        stages = self.forward if action.kind == FORWARD else self.back
-        return action.kind != BACKWARD_WEIGHT and action.stage in stages
 
 
 @dataclass(frozen=True)
@@ -372,11 +359,16 @@ class Progress:
         )
 
 
-def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrder:
-    """Returns the order of one rank; values that cross none of the boundaries are never sent."""
+def rank_order(
+    table: ActionTable, rank: int, forward: Collection[int], back: Collection[int]
+) -> RankOrder:
+    """Returns the order of one rank.
+
+    The stages ``forward`` send a value to the next one, and the stages ``back`` a gradient back.
+    """
     split = _split_table(table)
     actions, rank_of = split.ranks[rank], split.rank_of
-    takers = _takers(split, boundaries)
+    takers = _takers(split, forward, back)
     makers = {taker: action for action, taker in takers.items()}
     proofs = _proofs(split, rank, takers)
     posted: dict[Action, int] = {}
@@ -418,13 +410,16 @@ def _halves(action: Action) -> list[Action]:
     return [replace(action, kind=kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
 
 
-def _takers(table: ActionTable, boundaries: Boundaries) -> dict[Action, Action]:
+def _takers(
+    table: ActionTable, forward: Collection[int], back: Collection[int]
+) -> dict[Action, Action]:
     """Returns, for each action whose result is sent, the action that receives it."""
     found = {}
-    for action in (action for actions in table.ranks for action in actions):
-        stage = action.stage + (1 if action.kind == FORWARD else -1)
-        if boundaries.is_sent(action) and 0 <= stage < table.num_stages:
-            found[action] = replace(action, stage=stage)
+    for action in itertools.chain(*table.ranks):
+        if action.kind == FORWARD and action.stage in forward:
+            found[action] = replace(action, stage=action.stage + 1)
+        elif action.kind in TRAVELS_BACK and action.stage in back:
+            found[action] = replace(action, stage=action.stage - 1)
     return found
 
 

@@ -28,6 +28,7 @@ from ..reuse.ir.leaf import flat_types, node_type
 from ..reuse.ir.operators import is_draw, is_view, mutated_args
 from ..reuse.ir.rewrite import grouped, packed, unpacked
 from ..reuse.ir.types import StructType, TensorType
+from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from .cut import Stage
 
 Positions = tuple[int, ...]
@@ -224,13 +225,20 @@ class StageDerivative:
         return _body(self.derivative.forward)
 
     @property
-    def backward(self) -> tuple[ir.Program | None, ...]:
-        """The programs of a backward: the whole, or its early and its late half."""
+    def parts(self) -> dict[str, ir.Program]:
+        """Its programs by kind of action, in the order in which a micro-batch needs them."""
         if self.derivative is None:
-            return ()
-        if self.halves is None:
-            return (_body(self.derivative.backward),)
-        return tuple(None if h is None else _body(h) for h in (self.halves.early, self.halves.late))
+            return {FORWARD: self.forward}
+        backward: dict[str, ir.Closure | None] = {BACKWARD: self.derivative.backward}
+        if self.halves is not None:
+            backward = {BACKWARD_INPUT: self.halves.early, BACKWARD_WEIGHT: self.halves.late}
+        own = {kind: _body(half) for kind, half in backward.items() if half is not None}
+        return {FORWARD: self.forward, **own}
+
+    @property
+    def backward(self) -> list[ir.Program]:
+        """The programs of a backward: the whole, or those halves that there are."""
+        return list(self.parts.values())[1:]
 
     @property
     def cotangent_types(self) -> tuple[TensorType, ...]:

@@ -38,7 +38,6 @@ from lazyinline.pipeline_parallel.coloring import (
 )
 from lazyinline.pipeline_parallel.cut import Colors, Stage, cut_program
 from lazyinline.pipeline_parallel.plan import (
-    Boundaries,
     PipelinePlan,
     Progress,
     RankOrder,
@@ -174,9 +173,9 @@ def table_of(schedule: str, num_ranks: int, micro_batches: int = 8) -> ActionTab
     return action_table(schedule, per_rank * num_ranks, num_ranks, micro_batches)
 
 
-def everything(table: ActionTable) -> Boundaries:
-    last = table.num_stages - 1
-    return Boundaries(frozenset(range(last)), frozenset(range(1, last + 1)))
+def everything(table: ActionTable) -> tuple[range, range]:
+    """The stages that send forward, and those that send back."""
+    return range(table.num_stages - 1), range(1, table.num_stages)
 
 
 def begins(table: ActionTable, seed: int) -> dict[Action, float]:
@@ -197,7 +196,7 @@ def test_what_counts_as_delivered_has_arrived_whatever_the_timing(
     schedule: str, num_ranks: int
 ) -> None:
     table = table_of(schedule, num_ranks, 2 * num_ranks)
-    orders = [rank_order(table, rank, everything(table)) for rank in range(num_ranks)]
+    orders = [rank_order(table, rank, *everything(table)) for rank in range(num_ranks)]
     num_known = 0
     for seed in range(20):
         start = begins(table, seed)
@@ -215,7 +214,7 @@ def test_what_counts_as_delivered_has_arrived_whatever_the_timing(
 def test_a_receive_starts_before_it_is_needed_and_a_send_is_kept_for_a_while(schedule: str) -> None:
     table = table_of(schedule, 4)
     for rank in range(4):
-        order = rank_order(table, rank, everything(table))
+        order = rank_order(table, rank, *everything(table))
         number = {action: i for i, action in enumerate(order.actions)}
         assert all(posted <= number[a] for a, posted in order.posted.items())
         assert all(delivered > number[a] for a, delivered in order.delivered.items())

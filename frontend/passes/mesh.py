@@ -24,7 +24,7 @@ from ...reuse.ir.types import TensorType, Wire
 from ..options import Batching
 from .context import ProgramPeaks
 from .programs import PARTS, decompose, differentiate, repeat_micro_batches, tensor_name
-from .rank import RankCompilation, Splitting, colors_of, named_parts, part_name, parts_of
+from .rank import RankCompilation, Splitting, colors_of, named_parts, part_name
 from .stages import choose_recompute
 from .state import Compilation, OnMesh, State, apply, compile_pass, step_goal
 
@@ -116,12 +116,11 @@ def _pieces(
     derived = differentiate_stages(stages, make, halves=False, chosen=chosen)
     costs, tensors = list[CallCost](), list[dict[int, int]]()
     for one in _local_stages(state, sharder, derived):
-        parts = [program for program in (one.forward, *one.backward) if program is not None]
         stage, derivative = one.stage, one.derivative
         kept = () if derivative is None else derivative.kept_inputs
         costs.append(
             CallCost(
-                sum(state.costs.program(program).seconds for program in parts),
+                sum(state.costs.program(program).seconds for program in one.parts.values()),
                 _total(stage.received_types[i] for i in kept if i < stage.num_received),
                 ((one.saved_bytes, 0.0),),
             )
@@ -159,7 +158,7 @@ def shard_stages(state: RankCompilation) -> RankCompilation:
     on_mesh, plan, sharder = state.goal.on_mesh, state.mesh_plan, state.sharder
     assert on_mesh is not None and plan is not None
     made = _local_stages(state, sharder, state.derived)
-    backwards = [program for one in made for program in one.backward if program is not None]
+    backwards = [program for one in made for program in one.backward]
     check_draws([one.forward for one in made], backwards, on_mesh.mesh.device_type)
     plan = replace(plan, whole=tuple(sharder.whole))
     state = replace(state, derived=tuple(made), mesh_plan=plan)
@@ -175,7 +174,7 @@ def _local_stages(
 
     plan, decomposed = state.mesh_plan, state.context.decomposed
     assert plan is not None
-    parts = [{kind: decomposed(p) for kind, p in parts_of(one).items()} for one in derived]
+    parts = [{kind: decomposed(p) for kind, p in one.parts.items()} for one in derived]
     whole = replicated(sharder.mesh)
     names = {source.name for one in derived for source in one.stage.model_tensors}
     layouts = {name: _layout(plan, name, whole) for name in names}
@@ -205,7 +204,7 @@ def traffic_of(state: RankCompilation) -> dict[int, tuple[Collective, ...]]:
 
     found: dict[int, tuple[Collective, ...]] = {}
     for one in state.derived:
-        for kind, program in parts_of(one).items():
+        for kind, program in one.parts.items():
             for number in range(state.table.num_micro_batches):
                 name = part_name(one, kind)
                 moved = collectives_in(program, f"micro_batch_{number}", name)
@@ -330,7 +329,7 @@ def rank_traffic(state: RankCompilation) -> dict[Program, tuple[Collective, ...]
         program: collectives_of(program, part.launches, part_name(one, kind))
         for one in state.own
         for part, (kind, program) in zip(
-            units[one.stage.index].layout.parts, parts_of(one).items(), strict=True
+            units[one.stage.index].layout.parts, one.parts.items(), strict=True
         )
     }
 

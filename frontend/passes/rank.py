@@ -291,19 +291,9 @@ def part_name(derived: StageDerivative, kind: str) -> str:
     return f"stage {derived.stage.index}, {ACTION_TEXT[kind]}"
 
 
-def parts_of(derived: StageDerivative) -> dict[str, Program]:
-    """Returns the programs of a stage, in the order in which a micro-batch needs them."""
-    names = (BACKWARD,) if derived.halves is None else (BACKWARD_INPUT, BACKWARD_WEIGHT)
-    found = {FORWARD: derived.forward}
-    for name, program in zip(names, derived.backward, strict=False):
-        if program is not None:
-            found[name] = program
-    return found
-
-
 def named_parts(stages: Iterable[StageDerivative]) -> dict[str, Program]:
     """Returns the programs of stages, under their names among those of the rank."""
-    return {part_name(one, kind): p for one in stages for kind, p in parts_of(one).items()}
+    return {part_name(one, kind): p for one in stages for kind, p in one.parts.items()}
 
 
 def _schedule(state: RankCompilation, stages: Sequence[int]) -> Schedule:
@@ -359,7 +349,7 @@ def unit_of(
 
 def part_specs(derived: StageDerivative, flats: Mapping[str, FlatProgram]) -> list[PartSpec]:
     """Describes the parts of a stage, in the order in which a micro-batch runs them."""
-    named = {kind: flats[part_name(derived, kind)] for kind in parts_of(derived)}
+    named = {kind: flats[part_name(derived, kind)] for kind in derived.parts}
     parts = [_forward(derived, named[FORWARD])]
     if derived.derivative is not None:
         seed = Source("given", len(_given_types(derived)))

@@ -16,7 +16,7 @@ from ...autodiff.traces.torch_make_fx import SizesAt
 from ...autodiff.training_program import NotUpdatedError, step_of_sums, with_updates
 from ...backend.link.unit_layout import UnitLayout, least
 from ...pipeline_parallel.cut import Stage, cut_program
-from ...pipeline_parallel.plan import Boundaries, make_plan, rank_order
+from ...pipeline_parallel.plan import make_plan, rank_order
 from ...pipeline_parallel.process_groups import users_of
 from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
 from ...pipeline_parallel.stage_derivative import differentiate_stages as derivatives_of
@@ -212,12 +212,9 @@ def update_stages(state: RankCompilation) -> RankCompilation:
 def link_rank(state: RankCompilation) -> RankCompilation:
     """Lays out and plans all that the rank runs, in the schedule's order: the deferred inline."""
     derived = state.derived
-    # The boundaries between stages that activations or gradients cross.
-    crossed = Boundaries(
-        frozenset(d.stage.index for d in derived if d.stage.sent_types),
-        frozenset(d.stage.index for d in derived if d.gradient_types),
-    )
-    order = rank_order(state.table, state.rank, crossed)
+    forward = {d.stage.index for d in derived if d.stage.sent_types}
+    back = {d.stage.index for d in derived if d.gradient_types}
+    order = rank_order(state.table, state.rank, forward, back)
     state = linked(replace(state, ordered=order))
     why, report = hindrance(state), state.report
     if why is not None and state.goal.updates:

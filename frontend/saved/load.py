@@ -37,7 +37,6 @@ from ..options import Batch, Batching, LossModel, Options
 from ..parallel import ParallelPipeline, ParallelStep
 from ..passes.context import Context
 from ..passes.link import linked
-from ..passes.mesh import sharded_step
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation, Splitting
 from ..passes.stages import of_rank
@@ -167,12 +166,9 @@ class Opened:
 
     @cached_property
     def _types(self) -> dict[str, TensorType]:
-        found: dict[str, TensorType] = {}
-        for program in self._programs:
-            for _, source, type_ in model_inputs(program.captured):
-                if found.setdefault(source.name, type_) != type_:
-                    raise FileError(f"two programs take {source.name} in two ways")
-        return found
+        # If programs take a tensor in two ways, it is refused where it is bound to the second one.
+        taken = (one for program in self._programs for one in model_inputs(program.captured))
+        return {source.name: type_ for _, source, type_ in taken}
 
     @property
     def options(self) -> Options:
@@ -308,7 +304,7 @@ class Opened:
             state = replace(state, plain=stages, derived=stages)
             if mesh is not None:
                 state = replace(state, mesh_plan=mesh.plan)
-                backwards = [p for one in state.own for p in one.backward if p is not None]
+                backwards = [p for one in state.own for p in one.backward]
                 check_draws([one.forward for one in stages], backwards, "cpu")
             return of_rank(state, state.rank)
 
@@ -407,16 +403,9 @@ class Opened:
                 state = take_made(state, self._parts, place, read)
             return model, state, mesh.parameters(self._parts_read, self._types)
 
-        def linked_in_turn() -> Compilation:
-            with ranks.leader_first(context.cache_place), context.cached(report):
-                made = run(_LOWER_AND_LINK, state)
-            report.made = made_by(made)
-            sharded_step(made)  # raises if nothing waits for a collective
-            return made
-
         with _modes(told["modes"]):
             model, state, held = together(ranks, opened)
-            return ParallelStep(model, batch, together(ranks, linked_in_turn), held)
+            return ParallelStep(model, batch, state, held, partial(together, ranks))
 
     def _adopt(
         self, calls: Dispatcher[Any], compiler: Compiler, state: Compilation, inputs: _Inputs

@@ -46,8 +46,9 @@ def place_of(position: int) -> str:
 # ---- to a file -----------------------------------------------------------------------------------
 
 
-def mesh_data(plan: MeshPlan, kept: KeptOnMesh) -> Any:
+def mesh_data(kept: KeptOnMesh) -> Any:
     """Returns a mesh, its ranks and the placements on it, as JSON data."""
+    plan = kept.plan
     lies = {name: _text(layout) for name, layout in plan.parameters.items()}
     batch = list(map(_text, plan.batch))
     return [kept.axes, kept.row, lies, batch, plan.whole, plan.table]

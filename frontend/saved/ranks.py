@@ -31,14 +31,14 @@ from ...reuse.errors import FileError
 from ...reuse.ir.program import Call, Closure, Composite, Program, Value, tensor_type
 from ..mesh_placement import stage_dimension
 from ..passes.programs import PARTS
-from ..passes.rank import RankCompilation, part_name, parts_of
+from ..passes.rank import RankCompilation, part_name
 from ..pipeline import table_of
 from .parts import BOUNDARY, KeptProgram, derivative_data, program_parts, read_runs, take_made
 
 Made = TypeVar("Made")
 
 _MAX_ACTIONS = 2**17  # of each kind: a schedule is laid out in full
-_MOST_WAIT_S = 0.1
+_WAIT_S = 0.01
 
 
 class Arrivals:
@@ -82,7 +82,7 @@ class Arrivals:
         number, me = store.add(self._met, 0), dist.get_rank()
         opened = [f"lazyinline/opened {number} {rank}" for rank in range(dist.get_world_size())]
         store.set(opened[me], "")
-        wait_s, limit_s = 0.001, store.timeout.total_seconds()
+        limit_s = store.timeout.total_seconds()
         deadline = time.monotonic() + limit_s
         while True:
             # In this order, because a rank that left a note may open the file at its next try.
@@ -95,8 +95,7 @@ class Arrivals:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(opened) if not store.check([key])]
                 raise CallError(f"rank(s) {missing} have not opened it within {limit_s:.0f} s")
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _MOST_WAIT_S)
+            time.sleep(_WAIT_S)
         store.add(self._met, 1)
 
 
@@ -157,7 +156,7 @@ def stage_parts(
     """Yields the parts of a stage."""
     place = stage_place(one.stage.index)
     yield place + BOUNDARY, [to_json(derivative_data(one.derivative))]
-    own = [state.programs[part_name(one, kind)] for kind in parts_of(one)]
+    own = [state.programs[part_name(one, kind)] for kind in one.parts]
     if one.halves is not None and one.derivative is not None:
         own[1:] = [_joined(one.halves, one.derivative, *own)]
     runs = dict(zip(PARTS, own, strict=False))
@@ -217,12 +216,11 @@ def read_ranks(said: Any, meet: Callable[[], None], mesh: Any = None) -> tuple[R
         if (found.num_ranks, len(found.rows)) != (ranks, replicas):
             raise FileError(f"it is {what}, and its mesh is another")
         return found, table
-    if replicas == 1:
-        return ranks_of(None, timeout_s), table
-    from torch.distributed.device_mesh import init_device_mesh
+    if replicas > 1:
+        from torch.distributed.device_mesh import init_device_mesh
 
-    names = (DATA_DIM, PIPELINE_DIM)
-    mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=names)
+        names = (DATA_DIM, PIPELINE_DIM)
+        mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=names)
     return ranks_of(mesh, timeout_s), table
 
 

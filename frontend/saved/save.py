@@ -189,9 +189,9 @@ def _parts_on_mesh(
         raise FileError(
             f'weights="{weights}" is for a whole model; for a mesh use weights="inside".'
         )
-    guard, lowered, plan, parameters = kept.guard, kept.lowered, kept.plan, kept.parameters
-    more = {"mesh": mesh_data(plan, kept), "part_of": parameters.part_of}
-    with parameters.as_captured():
+    guard, lowered = kept.guard, kept.lowered
+    more = {"mesh": mesh_data(kept), "part_of": kept.part_of}
+    with kept.as_captured():
         if not guard.rebind():
             raise FileError("The model's tensors no longer fit this step: parallelize it anew.")
         if kept.asked is None:

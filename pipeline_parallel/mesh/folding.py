@@ -43,7 +43,6 @@ class Slot:
 
     type: TensorType  # the type of each tensor
     kind: Kind  # where they come from or go to
-    ports: tuple[Port, ...]  # the inputs and outputs of leaves where they occur
     held: int  # how many of them are live at once
     names: tuple[str, ...]  # the names of parameters among them
     inputs: tuple[int, ...]  # their positions among the step's inputs
@@ -150,7 +149,7 @@ def folded_step(step: StepProgram) -> Folded:
         kind = "parameter" if names else _kind(own, given, results, flat.saved, num_batch)
         held = len(names) or flat.most_saved(own)
         slot_of.update(dict.fromkeys(ports[root], len(slots)))
-        slots.append(Slot(flat.types[root], kind, tuple(ports[root]), held, names, given))
+        slots.append(Slot(flat.types[root], kind, held, names, given))
     return Folded(tuple(leaves.items()), tuple(slots), slot_of)
 
 

@@ -117,7 +117,6 @@ class Sharder:
     ends: Ends = field(default_factory=Ends)
     # The operators that every rank runs on whole tensors, because no rule splits them.
     whole: dict[str, None] = field(default_factory=dict)
-    is_even: bool = True  # whether all ranks have shards of equal sizes
     made: dict[Any, Sharded] = field(default_factory=dict)  # the closures, by what they depend on
 
     def step(
@@ -302,7 +301,6 @@ class Sharder:
             self.decompositions(leaf),
         )
         self.whole.update(dict.fromkeys(made.whole))
-        self.is_even = self.is_even and made.is_even
         with_own_collectives(made.module, self.axes)
         results = tuple(map(TensorPlan, made.output_layouts))
         parameters = [i for i, layout in enumerate(layouts) if layout.given]

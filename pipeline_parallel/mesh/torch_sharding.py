@@ -59,15 +59,13 @@ _MEAN, _SUM = 1, 2
 class LocalGraph:
     """A leaf's graph on local tensors, the types of these, and the placements of its results.
 
-    ``whole`` has the operators that every rank runs on whole tensors, because no rule splits them;
-    ``is_even`` says whether all shards of operands and results have equal sizes.
+    ``whole`` has the operators that every rank runs on whole tensors, because no rule splits them.
     """
 
     module: torch.fx.GraphModule
     input_types: tuple[TensorType, ...]
     output_layouts: tuple[Placements, ...]
     whole: tuple[str, ...]
-    is_even: bool
 
 
 def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> TensorType:
@@ -132,8 +130,7 @@ def local_graph(
                 "place (statistics of a BatchNorm in training) or holds a constant."
             )
     layouts_made = tuple(sharding.output_layouts)
-    whole, is_even = tuple(sharding.whole), sharding.is_even
-    return LocalGraph(module, tuple(input_types), layouts_made, whole, is_even)
+    return LocalGraph(module, tuple(input_types), layouts_made, tuple(sharding.whole))
 
 
 class _Sharding(torch.fx.Interpreter):
@@ -159,7 +156,6 @@ class _Sharding(torch.fx.Interpreter):
         self._replicated = replicated(mesh)
         self.output_layouts: list[Placements] = []
         self.whole: dict[str, None] = {}
-        self.is_even = True
         self._redistributed: dict[tuple[torch.fx.Node, Placements], DTensor] = {}
 
     def local_results(self, given: Sequence[DTensor]) -> tuple[torch.Tensor, ...]:
@@ -224,22 +220,12 @@ class _Sharding(torch.fx.Interpreter):
         )
 
     def _on_own_mesh(self, tensor: DTensor) -> DTensor:
-        layout = tuple(tensor.placements)
-        self._note_uneven(tensor, layout)
         if tensor.device_mesh is self._mesh:
             return tensor
+        whole = torch_parts.without_data(tensor)
         return torch_parts.distributed(
-            tensor.to_local(), self._mesh, layout, torch_parts.without_data(tensor)
+            tensor.to_local(), self._mesh, tuple(tensor.placements), whole
         )
-
-    def _note_uneven(self, tensor: DTensor, layout: Placements) -> None:
-        """Notes if ranks would hold shards of different sizes."""
-        left = list(tensor.shape)
-        for p, size in zip(layout, self._mesh.shape, strict=True):
-            if isinstance(p, torch_parts.SPLIT):
-                parts = size * (int(p.split_factor) if isinstance(p, _StridedShard) else 1)
-                self.is_even = self.is_even and left[p.dim] % parts == 0
-                left[p.dim] //= size
 
     def _sum_partial_operands(self, node: torch.fx.Node) -> None:
         """Sums the operands of an operator, unless it is linear in the partial ones."""
@@ -571,7 +557,6 @@ class _Sharding(torch.fx.Interpreter):
         )
         if tuple(tensor.placements) == layout:
             return tensor
-        self._note_uneven(tensor, layout)
         pairs = zip(tensor.placements, layout, strict=True)
         whole = tuple(Replicate() if q.is_partial() and p != q else q for p, q in pairs)
         made = torch_parts.moved(tensor, whole)
