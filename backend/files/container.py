@@ -24,13 +24,13 @@ import stat
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import torch
 
 from ...reuse.errors import FileError, LazyInlineError
+from ...reuse.ir.types import TensorType, contiguous_stride
 from .torch_store import DiskCache, whole_file
 
 Content: TypeAlias = Sequence[bytes | bytearray | memoryview]
@@ -286,16 +286,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Described:
-    """Describes a tensor, as a header does."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 def read_tensors(
-    source: Any, size: int, check: Callable[[str, Described], None]
+    source: Any, size: int, check: Callable[[str, TensorType], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors of a file, by name, in their order; raises FileError if it breaks a rule.
 
@@ -308,13 +300,13 @@ def read_tensors(
     header.pop("__metadata__", None)
     rows = [(*_described(name, entry), name) for name, entry in header.items()]
     end = 0
-    for begin, row_end, described, name in sorted(rows, key=lambda row: row[:2]):
+    for begin, row_end, type_, name in sorted(rows, key=lambda row: row[:2]):
         if begin != end:
             raise FileError(f"bytes before {name} belong to no tensor")
         end = row_end
-        check(name, described)
+        check(name, type_)
         # Not in huge pages: a system without free ones makes some, which takes longer than reading.
-        tensor = torch.empty(described.shape, dtype=described.dtype, device="cpu")
+        tensor = type_.empty()
         if source.readinto(_bytes_of(tensor)) != row_end - begin:
             raise FileError(f"the part ends within {name}")
         yield name, tensor
@@ -322,7 +314,7 @@ def read_tensors(
         raise FileError("there are bytes behind the last tensor")
 
 
-def _described(name: str, entry: Any) -> tuple[int, int, Described]:
+def _described(name: str, entry: Any) -> tuple[int, int, TensorType]:
     try:
         dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         is_plain = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
@@ -334,4 +326,5 @@ def _described(name: str, entry: Any) -> tuple[int, int, Described]:
         )
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise FileError(f"{name} has another number of bytes than its shape says")
-    return begin, end, Described(dtype, tuple(shape))
+    stride = contiguous_stride(tuple(shape))
+    return begin, end, TensorType(dtype, tuple(shape), stride, torch.device("cpu"))

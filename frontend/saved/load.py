@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...backend.cache import decode_value
-from ...backend.files.container import CallError, Described, Parts, open_parts, read_tensors
+from ...backend.files.container import CallError, Parts, open_parts, read_tensors
 from ...backend.files.torch_store import DiskCache, open_cache
 from ...pipeline_parallel.cut import Colors, cut_program
 from ...pipeline_parallel.process_groups import all_ranks
@@ -217,8 +217,8 @@ class Opened:
     def _laid_out(
         self, source: Any, size: int, types: Mapping[str, TensorType]
     ) -> dict[str, torch.Tensor]:
-        def check(name: str, described: Described) -> None:
-            if name in types and not _is_like(types[name], described):
+        def check(name: str, found: TensorType) -> None:
+            if name in types and not _is_like(types[name], found):
                 raise FileError(f"{name} is of another type than programs take ({types[name]})")
 
         return {n: _as(types.get(n), t) for n, t in read_tensors(source, size, check)}
@@ -505,7 +505,7 @@ def _seen(
     return seen
 
 
-def _is_like(type_: TensorType, tensor: torch.Tensor | Described) -> bool:
+def _is_like(type_: TensorType, tensor: torch.Tensor | TensorType) -> bool:
     return (type_.dtype, type_.shape) == (tensor.dtype, tuple(tensor.shape))
 
 
