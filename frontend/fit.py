@@ -283,9 +283,7 @@ class _Offline:
         moved = [rank_moves(one, dim) for one in ranks]
         reduced = [[c for c in one if c.part == REDUCTION] for one in moved]
         seconds = plan.step_s + max(self._taken_s(0.0, one) for one in reduced)
-        layouts = state.mesh_plan
-        assert layouts is not None
-        steps = map(partial(ShardedStep, layouts), moved, map(rank_memory, ranks))
+        steps = map(partial(ShardedStep, state.layouts), moved, map(rank_memory, ranks))
         found = [self._said(step, seconds) for step in steps]
         return replace(max(found, key=lambda one: one.memory.num_bytes), pipeline=plan)
 

@@ -289,12 +289,6 @@ class KeptOnMesh:
         """The position of the rank in ``row``."""
         return self.row.index(self.rank)
 
-    @property
-    def plan(self) -> MeshPlan:
-        """The placements of tensors."""
-        assert self.lowered.mesh_plan is not None
-        return self.lowered.mesh_plan
-
 
 def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:
     for table, name in tables:

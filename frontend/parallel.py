@@ -229,17 +229,15 @@ class ParallelStep:
         read: Mapping[str, Tensor] | None = None,
         together: Callable[[Callable[[], Compilation]], Compilation] = lambda make: make(),
     ) -> None:
-        assert state.goal.on_mesh is not None
         self.model, self._batch = model, batch
-        self._mesh = state.goal.on_mesh.mesh
+        self._mesh = state.on_mesh.mesh
         self._num_parts = state.goal.batching.micro_batches
         device = torch.device(self._mesh.device_type)
         self._agreement = _Agreement(self._mesh)
         state = together(partial(self._compiled, state))
         assert isinstance(state.runs, PlannedProgram)
-        assert state.mesh_plan is not None
         self.last_report, self._runner, self._step = state.report, state.runs, state.step
-        self._layout_of = state.mesh_plan
+        self._layout_of = state.layouts
         # Without memory: the search for a memory plan ends by time, so plans of ranks may differ.
         order = [(one.kind, one.axis, one.num_bytes) for one in self.plan.collectives]
         self._agreement.check_plans({"plan": f"{replace(self.plan, memory=None)}\n{order}"})
@@ -386,16 +384,14 @@ class ParallelPipeline(Pipeline):
     def __init__(self, asked: AskedPipeline, read: Mapping[str, Tensor] | None = None) -> None:
         self._read = read or {}
         super().__init__(asked)
-        (state,), on_mesh = self._made, asked.on_mesh
-        assert state.mesh_plan is not None and on_mesh is not None
-        self._mesh, self._batch_placements = on_mesh.mesh, state.mesh_plan.batch
+        (state,) = self._made
+        self._mesh, self._batch_placements = state.on_mesh.mesh, state.layouts.batch
         self._agreement = _Agreement(self._mesh)
         # A loaded pipeline compares less: to predict other ranks would read all their operators.
-        moved = str(state.mesh_plan) if asked.opened else self.plan.moved_text
+        moved = str(state.layouts) if asked.opened else self.plan.moved_text
         self._agreement.check_plans({"plan": moved, **rank_orders(state)})
         own = {id(source.tensor) for source in self._own_tensors()}
-        model, plan = asked.model.model, state.mesh_plan
-        self._on_mesh = MeshParameters(model, self._mesh, plan, own, read)
+        self._on_mesh = MeshParameters(asked.model.model, self._mesh, state.layouts, own, read)
         self._read = {}
         self._tensors = [self._on_mesh.of(tensor) for tensor in self._guard.tensors]
         self._given: dict[Tensor, Tensor] = {}
@@ -413,9 +409,8 @@ class ParallelPipeline(Pipeline):
     def kept_on_mesh(self) -> KeptOnMesh:
         """Returns its parts that a file holds."""
         (state,), asked = self._made, self._asked
-        assert asked.on_mesh is not None
         own, placed = (asked.model.model, self._guard, state, ()), self._on_mesh
-        at = placed.part_of, asked.on_mesh.whole, self._mesh.get_rank()
+        at = placed.part_of, state.on_mesh.whole, self._mesh.get_rank()
         return KeptOnMesh(*own, *at, asked, placed.as_captured)
 
     def _first_value(self, source: ModelTensor) -> Tensor:
@@ -490,7 +485,8 @@ class ParallelElsewhere:
 
     def __init__(self, kept: Sequence[KeptOnMesh]) -> None:
         self.kept_on_mesh, first = sorted(kept, key=lambda one: one.position), kept[0]
-        self.model, self.plan, self.last_report = first.model, first.plan, first.lowered.report
+        self.model, state = first.model, first.lowered
+        self.plan, self.last_report = state.layouts, state.report
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises PlanError, because its ranks are elsewhere."""
@@ -542,16 +538,14 @@ def _of_each_rank(state: State) -> Iterator[tuple[tuple[int, ...], State]]:
     from ..pipeline_parallel.mesh.sharded import Ends
     from ..pipeline_parallel.mesh.torch_collectives import become, forget_meshes
 
-    on_mesh, plan, ends = state.goal.on_mesh, state.mesh_plan, Ends()
-    assert on_mesh is not None and plan is not None
-    mesh = on_mesh.mesh
+    mesh, ends = state.on_mesh.mesh, Ends()
     coordinates = list(itertools.product(*map(range, mesh.shape)))
     # First and last rank first: closures that are equal on both are equal on all ranks.
     for coordinate in dict.fromkeys((coordinates[0], coordinates[-1], *coordinates)):
         become(mesh, coordinate)
         forget_meshes()  # DTensor caches the sizes of parts, which may differ between ranks
         sharder = state.sharder if coordinate == coordinates[0] else None
-        sharder = sharder or sharder_of(state, plan, ends)
+        sharder = sharder or sharder_of(state, ends)
         yield coordinate, replace(state, sharder=sharder)
         if len(ends.sharders) < 2:
             ends.sharders.append(sharder)
@@ -567,11 +561,11 @@ def _kept(
     asked: AskedPipeline | None = None,
 ) -> KeptOnMesh:
     """Returns what a file holds of the rank at a coordinate of the mesh without pipeline."""
-    assert isinstance(whole, LossModel) and lowered.mesh_plan is not None
-    on_mesh, place = lowered.goal.on_mesh, list(coordinate)
+    assert isinstance(whole, LossModel)
+    on_mesh, place = lowered.on_mesh, list(coordinate)
     mesh = on_mesh.mesh if asked is None else on_mesh.whole
     if asked is not None:
         place.insert(mesh.mesh_dim_names.index(stage_dimension(mesh)), lowered.rank)
-    part_of_rank = parts_elsewhere(whole.model, lowered.mesh_plan, coordinate)
+    part_of_rank = parts_elsewhere(whole.model, lowered.layouts, coordinate)
     own = whole.model, guard, lowered, plans, part_of_rank
     return KeptOnMesh(*own, mesh, int(mesh.mesh[tuple(place)]), asked)

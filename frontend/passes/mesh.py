@@ -26,7 +26,7 @@ from .context import ProgramPeaks
 from .programs import PARTS, decompose, differentiate, repeat_micro_batches, tensor_name
 from .rank import RankCompilation, Splitting, colors_of, named_parts, part_name
 from .stages import choose_recompute
-from .state import Compilation, OnMesh, State, apply, compile_pass, step_goal
+from .state import Compilation, State, apply, compile_pass, step_goal
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ...pipeline_parallel.mesh.sharded import Ends, Sharder, TensorPlan
@@ -43,9 +43,9 @@ def _is_on_mesh(state: Compilation) -> bool:
 @compile_pass("plan", goals=("step",), wanted=_is_on_mesh)
 def plan_mesh(state: State) -> State:
     """Chooses the placement of each tensor over a mesh, and recompute if memory requires it."""
-    on_mesh, make_step = state.goal.on_mesh, partial(_whole_step, state, state.goal.batching)
-    assert on_mesh is not None
-    return _with_plan(state, on_mesh.planner(make_step, lambda plan, policy, seconds: seconds))
+    make_step = partial(_whole_step, state, state.goal.batching)
+    plan = state.on_mesh.planner(make_step, lambda plan, policy, seconds: seconds)
+    return _with_plan(state, plan)
 
 
 def _with_plan(state: State, plan: MeshPlan) -> State:
@@ -58,14 +58,12 @@ def plan_stages(state: RankCompilation) -> RankCompilation:
     """Chooses placements, recompute and the cuts between stages: the fastest step that fits."""
     from ...pipeline_parallel.mesh.problem import OverMemoryError
 
-    on_mesh = state.goal.on_mesh
-    assert on_mesh is not None
-    table, limit = state.table, on_mesh.memory_bytes_per_rank
+    table, limit = state.table, state.on_mesh.memory_bytes_per_rank
     cuts: dict[RecomputeMark, RankCompilation] = {}
 
     def judged(plan: MeshPlan, policy: RecomputeMark, seconds: float) -> float:
         try:
-            cuts[policy], cut_s = _cut(_with_plan(state, replace(plan, recompute=policy)), on_mesh)
+            cuts[policy], cut_s = _cut(_with_plan(state, replace(plan, recompute=policy)))
         except NoSplitError as error:
             raise OverMemoryError(limit or 0, error.least_bytes) from error
         return seconds if cut_s is None else cut_s
@@ -73,22 +71,22 @@ def plan_stages(state: RankCompilation) -> RankCompilation:
     # Planned as one step of all stages, with as many micro-batches as a rank holds at most.
     batching = Batching(table.num_flights, "forward_first")
     try:
-        plan = on_mesh.planner(partial(_whole_step, state, batching), judged)
+        plan = state.on_mesh.planner(partial(_whole_step, state, batching), judged)
     except PlanError as error:
         raise PlanError(f"For the {len(table.ranks)} ranks of a pipeline: {error}") from error
     if plan.table:
         number = len(table.ranks)
         said = f"planned as one step of a pipeline: bytes are those of its {number} ranks together"
         plan = replace(plan, table=f"{said}\n{plan.table}")
-    cut = cuts.get(plan.recompute) or _cut(_with_plan(state, plan), on_mesh)[0]
+    cut = cuts.get(plan.recompute) or _cut(_with_plan(state, plan))[0]
     return _with_plan(cut, plan)
 
 
-def _cut(state: RankCompilation, on_mesh: OnMesh) -> tuple[RankCompilation, float | None]:
+def _cut(state: RankCompilation) -> tuple[RankCompilation, float | None]:
     """Cuts a model into stages by the local costs of its pieces; returns the seconds of a step."""
-    assert state.subject is not None and state.mesh_plan is not None
-    splitting = Splitting(state.splitting.split, on_mesh.memory_bytes_per_rank)
-    program, sharder = state.programs[PARTS[0]], sharder_of(state, state.mesh_plan)
+    assert state.subject is not None
+    splitting = Splitting(state.splitting.split, state.on_mesh.memory_bytes_per_rank)
+    program, sharder = state.programs[PARTS[0]], sharder_of(state)
     pieces = partial(_pieces, state, sharder)
     asked = partial(colors_of, state.subject.model, program, table=state.table, costs=state.costs)
     try:
@@ -137,11 +135,9 @@ def shard(state: State) -> State:
     from ...pipeline_parallel.mesh.sharded import TensorPlan
     from ...pipeline_parallel.mesh.torch_sharding import replicated
 
-    on_mesh, plan = state.goal.on_mesh, state.mesh_plan
-    assert on_mesh is not None and plan is not None
+    plan, sharder = state.layouts, state.sharder or sharder_of(state)
     step = replace(state.step, program=state.programs["step"])
-    sharder = state.sharder or sharder_of(state, plan)
-    whole = replicated(on_mesh.mesh)
+    whole = replicated(sharder.mesh)
     model = [_layout(plan, source.name, whole) for source in step.model]
     batch = [TensorPlan(plan.batch[user]) for users in step.batch for user in users]
     outputs: list[Placements] = [whole] * len(step.batch)
@@ -155,12 +151,11 @@ def shard(state: State) -> State:
 @compile_pass("shard", "aten", goals=("rank",), wanted=_is_on_mesh, verified="always")
 def shard_stages(state: RankCompilation) -> RankCompilation:
     """Rewrites the stages of all ranks to local shapes, over the other dimensions of the mesh."""
-    on_mesh, plan, sharder = state.goal.on_mesh, state.mesh_plan, state.sharder
-    assert on_mesh is not None and plan is not None
+    sharder = state.sharder
     made = _local_stages(state, sharder, state.derived)
     backwards = [program for one in made for program in one.backward]
-    check_draws([one.forward for one in made], backwards, on_mesh.mesh.device_type)
-    plan = replace(plan, whole=tuple(sharder.whole))
+    check_draws([one.forward for one in made], backwards, sharder.mesh.device_type)
+    plan = replace(state.layouts, whole=tuple(sharder.whole))
     state = replace(state, derived=tuple(made), mesh_plan=plan)
     return replace(state, programs=named_parts(state.own))
 
@@ -172,8 +167,7 @@ def _local_stages(
     from ...pipeline_parallel.mesh.sharded import StageSharder
     from ...pipeline_parallel.mesh.torch_sharding import replicated
 
-    plan, decomposed = state.mesh_plan, state.context.decomposed
-    assert plan is not None
+    plan, decomposed = state.layouts, state.context.decomposed
     parts = [{kind: decomposed(p) for kind, p in one.parts.items()} for one in derived]
     whole = replicated(sharder.mesh)
     names = {source.name for one in derived for source in one.stage.model_tensors}
@@ -212,19 +206,18 @@ def traffic_of(state: RankCompilation) -> dict[int, tuple[Collective, ...]]:
     return found
 
 
-def sharder_of(state: Compilation, plan: MeshPlan, ends: Ends | None = None) -> Sharder:
+def sharder_of(state: Compilation, ends: Ends | None = None) -> Sharder:
     """Returns the sharder, which rewrites programs to local shapes by the plan of the mesh."""
     from ...pipeline_parallel.mesh.sharded import Ends, Sharder
     from ...pipeline_parallel.mesh.torch_collectives import axes_of
 
-    assert state.goal.on_mesh is not None
-    mesh, backend = state.goal.on_mesh.mesh, state.context.backend
+    mesh, backend = state.on_mesh.mesh, state.context.backend
 
     def decompositions(leaf: Leaf) -> Decompositions:
         # A leaf that runs on PyTorch's own kernels is not decomposed.
         return {} if leaf.kernels == "eager" else backend.recipe(leaf).decompositions
 
-    return Sharder(mesh, axes_of(mesh), decompositions, plan.leaves, ends or Ends())
+    return Sharder(mesh, axes_of(mesh), decompositions, state.layouts.leaves, ends or Ends())
 
 
 def _layout(plan: MeshPlan, source: str, whole: Placements) -> TensorPlan:
@@ -243,7 +236,6 @@ def sharded_step(state: Compilation) -> ShardedStep:
     from ...pipeline_parallel.mesh.traffic import RankMemory, ShardedStep, collectives_of
 
     step, runs = state.step, state.runs
-    assert state.mesh_plan is not None
     assert isinstance(runs, PlannedProgram)
     num_batch, num_losses = sum(map(len, step.batch)), len(step.batch)
     inputs, outputs = step.program.inputs, step.program.outputs
@@ -256,7 +248,7 @@ def sharded_step(state: Compilation) -> ShardedStep:
         runs.outside_bytes,
     )
     moved = collectives_of(step.program, runs.layout.parts[0].launches)
-    return ShardedStep(state.mesh_plan, moved, memory)
+    return ShardedStep(state.layouts, moved, memory)
 
 
 def rank_memory(state: RankCompilation) -> RankMemory:
@@ -264,13 +256,12 @@ def rank_memory(state: RankCompilation) -> RankMemory:
     from ...pipeline_parallel.mesh.torch_sharding import local_type
     from ...pipeline_parallel.mesh.traffic import RankMemory
 
-    plan, runs, program = state.mesh_plan, state.planned, state.captured.program
-    assert plan is not None and state.goal.on_mesh is not None
+    runs, program = state.planned, state.captured.program
     assert runs is not None
     pairs = [(one.stage.model_tensors, one.stage.model_types) for one in state.own]
     held = {id(s.tensor): t for pair in pairs for s, t in zip(*pair, strict=True)}
     rows = [
-        local_type(tensor_type(value), state.goal.on_mesh.mesh, plan.batch[source.index])
+        local_type(tensor_type(value), state.on_mesh.mesh, state.layouts.batch[source.index])
         for value, source in zip(program.inputs, program.sources, strict=True)
         if isinstance(source, UserInput)
     ]
@@ -295,8 +286,7 @@ def rank_moves(state: RankCompilation, axis: str) -> tuple[Collective, ...]:
     """Returns all communication of a linked rank in a step; the pipeline runs along ``axis``."""
     from ...pipeline_parallel.mesh.traffic import Collective
 
-    plan = state.mesh_plan
-    assert plan is not None
+    plan = state.layouts
     paths = [f"micro_batch_{i}" for i in range(state.table.num_micro_batches)]
     moved = [
         replace(one, path=f"{path}.{one.path}".rstrip("."))

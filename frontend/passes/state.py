@@ -150,6 +150,18 @@ class Compilation:
         return self.composed
 
     @property
+    def on_mesh(self) -> OnMesh:
+        """The mesh that it is sharded over, if it is."""
+        assert self.goal.on_mesh is not None
+        return self.goal.on_mesh
+
+    @property
+    def layouts(self) -> MeshPlan:
+        """The placements over the mesh, once the pass ``plan`` has run."""
+        assert self.mesh_plan is not None
+        return self.mesh_plan
+
+    @property
     def wants_recompute(self) -> bool:
         """Whether a policy or a mark asks for recompute."""
         if self.request is None or self.derivative is None:

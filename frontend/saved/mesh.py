@@ -48,7 +48,7 @@ def place_of(position: int) -> str:
 
 def mesh_data(kept: KeptOnMesh) -> Any:
     """Returns a mesh, its ranks and the placements on it, as JSON data."""
-    plan = kept.plan
+    plan = kept.lowered.layouts
     lies = {name: _text(layout) for name, layout in plan.parameters.items()}
     batch = list(map(_text, plan.batch))
     return [kept.axes, kept.row, lies, batch, plan.whole, plan.table]
