@@ -497,7 +497,7 @@ def test_stages_of_others_and_missing_are_refused(
         (1, [2, 1, 10**9, 1], "there is no pipeline of such sizes"),
         (1, [2, 1, 4, 10**9], "there is no pipeline of such sizes"),
         (1, [2, 1, -1, 1], "there is no pipeline of such sizes: [2, 1, -1, 1]"),
-        (1, [2, 1, 3, 1], "another type than programs take"),
+        (1, [2, 1, 3, 1], "cannot be split into 3 equal micro-batches"),
         (2, -1.0, "there is no pipeline of such sizes"),
         (3, [0, 0, 2, 1], "a call is on none of its 2 stages"),
         (3, [0], "shorter"),

@@ -33,7 +33,7 @@ from ..compiled_module import CompiledModule
 from ..compiler import PASSES, Compiler, Linker, made_by
 from ..dispatch.dispatcher import Dispatcher
 from ..guard import Guard
-from ..options import Batch, Batching, LossModel, Options
+from ..options import Batch, Batching, LossModel, Options, split
 from ..parallel import ParallelPipeline, ParallelStep
 from ..passes.context import Context
 from ..passes.link import linked
@@ -297,10 +297,8 @@ class Opened:
             seen = self._seen_with_loss(model, state.report)
             state = replace(state, seen=seen, colors=colors, programs={PARTS[0]: seen.program})
             state = run(between(PASSES, "split", "split"), state)
-            local = None
-            if mesh is not None:
-                local = mesh.stages(program.captured, ranks, table, trusted=trusted)
-            stages = tuple(read_stages(state, self._parts, local, trusted=trusted))
+            local = [mesh.stages(program.captured, ranks, table, trusted=trusted)] if mesh else []
+            stages = tuple(read_stages(state, self._parts, *local, trusted=trusted))
             state = replace(state, plain=stages, derived=stages)
             if mesh is not None:
                 state = replace(state, mesh_plan=mesh.plan)
@@ -543,12 +541,7 @@ def _inputs(told: Mapping[str, Any], program: ReadProgram, count: int = 1) -> _I
             type_.empty("cpu").requires_grad_(wants_grad is True) if new else tensors[first]
         )
     count = count if program.step is None else len(program.step.batch)
-    taken = leaves  # the first micro-batch of each
-    if count > 1:
-        taken = [
-            torch.empty_like(x).tensor_split(count)[0] if isinstance(x, torch.Tensor) else x
-            for x in leaves
-        ]
+    taken = [split(leaf, count)[0] for leaf in leaves]  # the first micro-batch of each
     sizes = None
     if program.sizes is not None:
         sizes = ReadKnownSizes(taken, told["sizes"][0], program.sizes)

@@ -245,7 +245,7 @@ def read_colors(said: Any, num_stages: int) -> Colors:
 def read_stages(
     state: RankCompilation,
     parts: Parts,
-    local: Callable[[Stage], tuple[str, dict[str, Any]]] | None = None,
+    local: Callable[[Stage], tuple[str, dict[str, Any]]] = lambda stage: ("", {}),
     *,
     trusted: bool,
 ) -> list[StageDerivative]:
@@ -258,17 +258,14 @@ def read_stages(
     arriving: tuple[int, ...] = (0,)  # result 0 of the last stage is the loss
     own = state.table.stages_of(state.rank)
     for stage in reversed(state.stages):
-        is_own, place = stage.index in own, stage_place(stage.index)
-        more: dict[str, Any] = {"trusted": trusted or not is_own}
-        if local is not None:
-            before, how = local(stage)
-            place, more = before + place, more | how
-        boundary = parts.json(place + BOUNDARY)
-        read = read_runs(parts, place, stage.program, boundary, **more)
-        if local is not None:  # types of sent tensors must agree on both ends
-            stage = replace(stage, program=read.captured)
-            if found and stage.sent_types != found[0].stage.received_types:
-                raise FileError(f"stage {stage.index} sends other types than the next one takes")
+        is_own, (before, more) = stage.index in own, local(stage)
+        place = before + stage_place(stage.index)
+        more["trusted"] = trusted or not is_own
+        read = read_runs(parts, place, stage.program, parts.json(place + BOUNDARY), **more)
+        stage = replace(stage, program=read.captured)
+        # Over a mesh the file says the types of what is sent.
+        if found and stage.sent_types != found[0].stage.received_types:
+            raise FileError(f"stage {stage.index} sends other types than the next one takes")
         if trusted and is_own:
             take_made(state, parts, place, read)
         derivative, taken = read.derivative, arriving
