@@ -45,12 +45,12 @@ from link_tree import ROOT
 # passes (frontend +150, reuse +33), errors of derivatives with their line (autodiff +33), values of
 # index_put (backend +53), gradients of pools, and casts, that are eager's (backend +147).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_455, 89),
+    "frontend": (28_428, 89),
     "reuse": (9_645, 34),
     "autodiff": (6_027, 19),
     "recompute": (1_074, 4),
-    "pipeline_parallel": (7_123, 23),
-    "backend": (12_124, 37),
+    "pipeline_parallel": (7_108, 23),
+    "backend": (12_117, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
