@@ -196,6 +196,12 @@ class Positive(torch.autograd.Function):
         raise AssertionError
 
 
+def written_and_detached(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[0] = x[1] * 2
+    return x.detach()
+
+
 CUSTOM: dict[str, Callable[[nn.Parameter, nn.Parameter], Any]] = {
     "zeros for an unused result": lambda x, y: Twofold.apply(x, y),
     "None for an unused result": lambda x, y: Twofold.apply(x, y, False),
@@ -207,6 +213,7 @@ CUSTOM: dict[str, Callable[[nn.Parameter, nn.Parameter], Any]] = {
     "marked as without a gradient": lambda x, y: (x * Positive.apply(y), y * 2),
     "a size alone": lambda x, y: (x + torch.zeros_like(y * 2) + y.new_ones(3), y * 2),
     "a size to take": lambda x, y: ((x * 2).expand_as(y * 2), y * 2),
+    "detached after a write in place": lambda x, y: (x * written_and_detached(y), y * 2),
     "an operator without a derivative": lambda x, y: (x + torch.histc(y, 3), y * 2),
 }
 

@@ -11,6 +11,7 @@ compare every other way of running a program with it.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -21,7 +22,7 @@ import torch.fx
 
 from ..freeze import Freezer
 from ..torch_names import memory_id, module_of
-from .operators import WRITES_STATISTICS, connected, mutated_args
+from .operators import WRITES_STATISTICS, connected, is_view, mutated_args, returns_operand
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Value, outputs_of
 from .torch_symbols import SizedInterpreter, Values
 from .types import StructType, TensorType, Type, flatten_type
@@ -255,20 +256,31 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
 
 def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[object], bool]:
     """Returns a predicate of nodes: whether one carries a gradient; see :func:`is_active`."""
-    active: set[Any] = set()  # nodes, and storages that something active was written to
+    active: set[Any] = set()  # nodes, and histories that something active was written to
     placeholders = leaf.entries
     active.update(n for n, flag in zip(placeholders, active_inputs, strict=True) if flag)
+    # What is detached has a history of its own, though it shares the memory.
+    detached: dict[torch.fx.Node, torch.fx.Node] = {}
+
+    def history(node: torch.fx.Node) -> Any:
+        return detached[node] if node in detached else memory_of(node)
 
     def carries(node: object) -> bool:
-        return isinstance(node, torch.fx.Node) and (node in active or memory_of(node) in active)
+        return isinstance(node, torch.fx.Node) and (node in active or history(node) in active)
 
     for node in leaf.nodes:
+        if returns_operand(node.target) or node.target is operator.getitem:
+            source = node.all_input_nodes[0]
+            if source in detached:
+                detached[node] = detached[source]
+            elif is_view(node) and _cuts_history(node):
+                detached[node] = node
         if any(map(carries, mutated_args(node))):
             active.add(node)  # it returns the operand that it changed, whose history no_grad keeps
         if _passes_gradient(node) and any(map(carries, connected(node))):
             active.add(node)
             if node.target not in WRITES_STATISTICS:
-                active.update(map(memory_of, mutated_args(node)))
+                active.update(map(history, mutated_args(node)))
     return carries
 
 
@@ -283,8 +295,12 @@ def memory_of(node: torch.fx.Node) -> Any:
         return node
 
 
+def _cuts_history(node: torch.fx.Node) -> bool:
+    return not stamp_of(node).grad_enabled or node.target is torch.ops.aten.detach.default
+
+
 def _passes_gradient(node: torch.fx.Node) -> bool:
-    if not stamp_of(node).grad_enabled or node.target is torch.ops.aten.detach.default:
+    if _cuts_history(node):
         return False
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
