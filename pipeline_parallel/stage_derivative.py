@@ -162,8 +162,8 @@ def _split_leaf(leaf: ir.Leaf, early: frozenset[int]) -> Halves:
     # The order of in-place operators matters, so they run early, with all that they depend on.
     changing = leaf.nodes if any(mutated_args(n) for n in leaf.nodes) else ()
     first = _with_picks(leaf, ancestors([*early_results, *changing]))
-    # The late half computes views again: to carry them would keep the same memory anyway.
-    ends = first if changing else {n for n in first if not _is_free(n)}
+    # The late half computes views again, which is free: to carry them would keep the same memory.
+    ends = first if changing else {n for n in first if not is_view(n) or len(n.all_input_nodes) > 1}
     second = ancestors(late_results, ends)
     carried = [n for n in leaf.nodes if n in second and n in ends]
     carried_type = StructType(tuple(map(node_type, carried)))
@@ -193,11 +193,6 @@ def _with_picks(leaf: ir.Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
     """Adds the getitems of operators with several results: only tensors can be carried."""
     picks = {n for n in leaf.nodes if n.target is operator.getitem and n.args[0] in nodes}
     return nodes | picks
-
-
-def _is_free(node: torch.fx.Node) -> bool:
-    """Whether a node costs nothing to run in both halves, because it is a view."""
-    return is_view(node) and len(node.all_input_nodes) == 1
 
 
 Chosen = Callable[[Stage, Request], Request]

@@ -370,8 +370,8 @@ class _Saved:
             raise FileError(f"A program on {tensor.device} cannot be saved: files are for the CPU.")
         name = self._by_id.get(id(tensor))
         if name is not None:
-            kind: Any = self._names.kind_of(name)
-            return ModelTensor(name, tensor, kind)
+            is_parameter = name in self._names.parameters
+            return ModelTensor(name, tensor, "parameter" if is_parameter else "buffer")
         self._constants.setdefault(id(tensor), tensor)
         return ModelTensor(f"constant.{[*self._constants].index(id(tensor))}", tensor, "constant")
 

@@ -65,10 +65,6 @@ class TensorNames:
         """The names in a ``state_dict``."""
         return [*self.parameters, *self.buffers]
 
-    def kind_of(self, name: str) -> str:
-        """Returns whether a tensor is a parameter or a buffer."""
-        return "parameter" if name in self.parameters else "buffer"
-
 
 class SavedModel(nn.Module):
     """A module tree with the tensors of a saved model, under arbitrary names."""

@@ -18,7 +18,7 @@ from ...autodiff.training_program import StepProgram
 from ...reuse.errors import PlanError
 from ...reuse.ir.costs import Rates, is_heavy
 from ...reuse.ir.printer import bytes_text, seconds_text
-from ...reuse.ir.program import Closure, RecomputeMark, outputs_of
+from ...reuse.ir.program import RecomputeMark, outputs_of
 from .choices import Choices, Edge, Group, Item
 from .folding import Port, folded_step
 from .layouts import LINKS, Axis, Layouts, Links, Moves, Step, links_from, text
@@ -65,12 +65,8 @@ class Taken:
         layouts = {user: self.slot(by_input[i]) for i, user in enumerate(inputs)}
         return tuple(self._placements(layouts[user]) for user in sorted(layouts))
 
-    def leaf_plans(self) -> dict[Closure, LeafPlan]:
-        """Returns the plan of each leaf."""
-        leaves = enumerate(self.choices.folded.leaves)
-        return {leaf: self._leaf_plan(number) for number, (leaf, _) in leaves}
-
-    def _leaf_plan(self, number: int) -> LeafPlan:
+    def leaf_plan(self, number: int) -> LeafPlan:
+        """Returns the plan of a leaf."""
         folded = self.choices.folded
         nodes: dict[torch.fx.Node, NodeLayouts] = {}
         for node, item in self.choices.items_of(number).items():
@@ -269,7 +265,7 @@ def find_plan(
         tuple((axis.name, axis.size) for axis in axes),
         taken.parameters(),
         taken.batch(step),
-        leaves=taken.leaf_plans(),
+        leaves={leaf: taken.leaf_plan(i) for i, (leaf, _) in enumerate(folded.leaves)},
         table=format_plan(taken, axes),
         moved_bytes=sum(step.num_bytes * count for _, step, count in taken.collectives()),
         held_bytes=solution.held_bytes,

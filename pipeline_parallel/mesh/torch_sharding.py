@@ -306,7 +306,8 @@ class _Sharding(torch.fx.Interpreter):
         """Runs an operator that DTensor would refuse or gather for; None if DTensor runs it."""
         target: Any = node.target
         if target is _CAT:
-            return torch_parts.joined_in_parts(args, self._planned_output(node))
+            planned = self._plan.nodes.get(node, NodeLayouts())
+            return torch_parts.joined_in_parts(args, next(iter(planned.outputs), None))
         if target is _COPY:
             return torch_parts.with_layout_of(*args[:2])
         if target in _TABLES:
@@ -348,15 +349,10 @@ class _Sharding(torch.fx.Interpreter):
         layout = (Replicate() if isinstance(p, _StridedShard) else p for p in value.placements)
         return self._placed(value, tuple(layout))
 
-    def _planned_output(self, node: torch.fx.Node) -> Placements | None:
-        """Returns the planned placements of an operator's first result."""
-        planned = self._plan.nodes.get(node)
-        return planned.outputs[0] if planned is not None and planned.outputs else None
-
     def _reshaped(self, args: Any, kwargs: Any, planned: NodeLayouts) -> DTensor:
         """Reshapes as planned; without a plan, gathers first if the result would be in parts."""
         layout: Placements = tuple(args[0].placements)
-        asked = planned.outputs[0] if planned.outputs else None
+        asked = next(iter(planned.outputs), None)
         in_parts = any(isinstance(p, _StridedShard) for p in (*layout, *(asked or ())))
         sums, asked_sums = ([p.is_partial() for p in one] for one in (layout, asked or ()))
         as_planned = in_parts or planned.inputs[:1] == (layout,)
