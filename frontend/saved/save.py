@@ -93,11 +93,14 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
         raise FileError(f"weights={weights!r} is unknown; there are {get_args(Weights)}.")
     if isinstance(compiled, ParallelStep | ParallelPipeline):
         kept = compiled.kept_on_mesh
-        ranks, make = all_ranks(torch.device("cpu")), partial(_parts_on_mesh, kept, weights)
+        ranks, make = all_ranks(torch.device("cpu")), partial(_parts_on_mesh, kept, weights, {})
         save_together(path, ranks, kept.row, make)
         return
     if isinstance(compiled, ParallelElsewhere):
-        write_parts(path, _parts_elsewhere(compiled, weights), open_cache())
+        made, known = dict[str, Content](), dict[int, dict[str, Content]]()
+        for one in compiled.kept_on_mesh:
+            made |= _parts_on_mesh(one, weights, known)
+        write_parts(path, made, open_cache())
         return
     if isinstance(compiled, Pipeline):
         ranks, make = compiled.kept[0].ranks, partial(_parts_of_ranks, compiled, weights)
@@ -167,16 +170,8 @@ def _saved_stages(
     return saved, kept
 
 
-def _parts_elsewhere(compiled: ParallelElsewhere, weights: Weights) -> dict[str, Content]:
-    """Returns the parts of all ranks of a mesh; programs that ranks share are written once."""
-    found, known = dict[str, Content](), dict[int, dict[str, Content]]()
-    for one in compiled.kept_on_mesh:
-        found |= _parts_on_mesh(one, weights, known)
-    return found
-
-
 def _parts_on_mesh(
-    kept: KeptOnMesh, weights: Weights, known: dict[int, dict[str, Content]] | None = None
+    kept: KeptOnMesh, weights: Weights, known: dict[int, dict[str, Content]]
 ) -> dict[str, Content]:
     """Returns one rank's parts of a step over a mesh: its programs and tensors.
 
@@ -204,12 +199,10 @@ def _parts_on_mesh(
                 count=batching.micro_batches,
                 **more,
             )
-            before = None if known is None else known.get(id(lowered))
-            parts = dict(before or saved.parts(weights))
+            parts = dict(known.get(id(lowered)) or saved.parts(weights))
             parts[WEIGHTS] = pieces_of(saved.weights())
             parts[f"programs/0/{BOUNDARY}"] = [to_json(step_data(lowered.step))]
-            if known is not None:
-                known[id(lowered)] = parts
+            known[id(lowered)] = parts
         else:
             asked, one = kept.asked, cast("RankCompilation", lowered)
             saved, program = _saved_stages(asked, guard, one, own=OWN, **more)
