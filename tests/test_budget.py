@@ -45,11 +45,11 @@ from link_tree import ROOT
 # passes (frontend +150, reuse +33), errors of derivatives with their line (autodiff +33), values of
 # index_put (backend +53), gradients of pools, and casts, that are eager's (backend +147).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_428, 89),
+    "frontend": (28_417, 89),
     "reuse": (9_661, 34),
     "autodiff": (6_027, 19),
     "recompute": (1_074, 4),
-    "pipeline_parallel": (7_108, 23),
+    "pipeline_parallel": (7_095, 23),
     "backend": (12_117, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
