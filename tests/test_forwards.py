@@ -149,6 +149,10 @@ EQUAL = {
         "with torch.autocast('cpu', dtype=torch.bfloat16):\n    h = self.first(x)\n    with "
         "torch.autocast('cpu', enabled=False): h = self.second(h.float())\nreturn "
         "self.second(h)",
+    "normalize under autocast":  # float32 statistics of what is bfloat16
+        "with torch.autocast('cpu', dtype=torch.bfloat16):\n    h, b = self.first(x), self.first.bias"
+        "\n    h = F.batch_norm(F.layer_norm(h, (8,), b), None, None, b, training=True)\n    "
+        "return self.second(F.group_norm(h, 2, b))",
     "return plain values":
         "return {'y': self.first(x), 'size': x.shape[0], 'dtype': x.dtype, 'none': None, 'f': 0.5}",
     "lists of one call":
