@@ -150,8 +150,9 @@ EQUAL = {
         "torch.autocast('cpu', enabled=False): h = self.second(h.float())\nreturn "
         "self.second(h)",
     "normalize under autocast":  # float32 statistics of what is bfloat16
-        "with torch.autocast('cpu', dtype=torch.bfloat16):\n    h, b = self.first(x), self.first.bias"
-        "\n    h = F.batch_norm(F.layer_norm(h, (8,), b), None, None, b, training=True)\n    "
+        "b = self.first.bias\nwith torch.autocast('cpu', dtype=torch.bfloat16):\n    "
+        "h = F.layer_norm(self.first(x), (8,), b)\n    "
+        "h = F.batch_norm(h, None, None, b, training=True)\n    "
         "return self.second(F.group_norm(h, 2, b))",
     "return plain values":
         "return {'y': self.first(x), 'size': x.shape[0], 'dtype': x.dtype, 'none': None, 'f': 0.5}",
