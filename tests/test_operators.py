@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import Door, assert_equals_eager
-from models import Around
+from models import Around, Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -309,6 +309,29 @@ def test_what_an_operator_changes_is_changed(what: str, train: bool) -> None:
     step = lazyinline.compile_step(Changing(what), loss_fn=torch.sum, backend="eager")
     with pytest.raises(CaptureError, match=r"shift_.* at test_operators\.py:\d+"):
         step(*batches[0])
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "unbind": lambda t: t.unbind(0)[1],
+    "chunk": lambda t: t.chunk(2, 0)[0],
+    "split": lambda t: t.split([1, 2])[1],
+    "a row": lambda t: t[1],
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_write_into_a_part_changes_the_whole(name: str) -> None:
+    def run(module: Any, x: Tensor) -> Tensor:
+        hidden = module.linear(x) * 2
+        PARTS[name](hidden).mul_(0.5)
+        PARTS[name](module.table).add_(1)
+        return hidden * module.table
+
+    for train in (True, False):
+        model = Made(run, linear=nn.Linear(4, 4))
+        model.register_buffer("table", torch.ones(3, 4))
+        with torch.set_grad_enabled(train):
+            assert_equals_eager(model, batches=[(torch.randn(3, 4),)] * 2, backend="eager")
 
 
 F = nn.functional

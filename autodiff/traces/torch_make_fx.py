@@ -28,6 +28,7 @@ from torch.fx.node import map_aggregate
 
 from ...reuse.errors import CaptureError
 from ...reuse.ir import torch_symbols
+from ...reuse.ir.leaf import memory_of
 from ...reuse.ir.operators import changed_operand, is_view, may_draw, mutated_args
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import HOST, TensorType, Type, flatten_type
@@ -106,13 +107,16 @@ def compute_anew(module: torch.fx.GraphModule, but: Container[Any]) -> None:
     PyTorch's formulas have some (in ``1 - x``). Functionalization would give the same graph, but
     takes as long as the trace. Operators in ``but`` have a decomposition and stay.
     """
+    # By memory: an item of ``split`` is a view, which its node does not say.
+    first: dict[Any, torch.fx.Node] = {}
     for node in module.graph.nodes:
+        first.setdefault(memory_of(node), node)
         operand = changed_operand(node)
         plain = None if operand is None else _out_of_place(node.target)
         if operand is None or plain is None or node.target in but or plain in but:
             continue
         is_own = operand.op == "call_function" and list(operand.users) == [node]
-        if not is_own or is_view(operand) or mutated_args(operand):
+        if not is_own or first[memory_of(operand)] is not operand or mutated_args(operand):
             continue
         args, kwargs = map_aggregate((node.args, node.kwargs), _value)
         made = plain(*args, **kwargs)
