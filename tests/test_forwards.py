@@ -149,9 +149,9 @@ EQUAL = {
         "with torch.autocast('cpu', dtype=torch.bfloat16):\n    h = self.first(x)\n    with "
         "torch.autocast('cpu', enabled=False): h = self.second(h.float())\nreturn "
         "self.second(h)",
-    "normalize under autocast":  # float32 statistics of what is bfloat16
+    "normalize under autocast":  # statistics are float32; eager rounds the gradient of b as it adds
         "b = self.first.bias\nwith torch.autocast('cpu', dtype=torch.bfloat16):\n    "
-        "h = F.layer_norm(self.first(x), (8,), b)\n    "
+        "h = F.layer_norm(self.first(x), (8,), b.detach())\n    "
         "h = F.batch_norm(h, None, None, b, training=True)\n    "
         "return self.second(F.group_norm(h, 2, b))",
     "return plain values":
