@@ -14,6 +14,7 @@ import torch
 import torch.fx
 from torch import nn
 
+from ..autodiff.flows import trained_inputs
 from ..reuse import torch_pytree
 from ..reuse.errors import CaptureError, FinalCaptureError, PlanError
 from ..reuse.evidence.module_state import (
@@ -319,6 +320,22 @@ def check_writes(program: Program) -> None:
                 f"The model's forward changes {source.name} in place, and it requires grad. "
                 "Outside no_grad PyTorch forbids that for a leaf; use the out-of-place operator, "
                 "or change it outside the model."
+            )
+
+
+def check_writes_end_gradients(program: Program) -> None:
+    """Raises CaptureError if a tensor is changed in place to what a gradient flows through.
+
+    In eager it then has a history, which the next call, or a loss that reads it, goes on with.
+    """
+    flows = trained_inputs(program) if program.writes else []
+    wanted = {i for i, source in enumerate(program.sources) if wants_gradient(source)}
+    for output, target in program.writes:
+        if not wanted.isdisjoint(flows[output]):
+            raise CaptureError(
+                f"The model's forward changes {program.sources[target].name} in place to what "
+                "requires grad, so that gradients of a later call flow into this one, and no "
+                "program has them. Write what is detached: .copy_(new.detach())."
             )
 
 

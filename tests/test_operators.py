@@ -334,6 +334,23 @@ def test_a_write_into_a_part_changes_the_whole(name: str) -> None:
             assert_equals_eager(model, batches=[(torch.randn(3, 4),)] * 2, backend="eager")
 
 
+def test_a_buffer_written_with_what_requires_grad_carries_gradients_to_the_next_call() -> None:
+    def run(module: Any, x: Tensor) -> Tensor:
+        module.total.add_(module.linear.bias)
+        return module.linear(x) * module.total
+
+    def made() -> nn.Module:
+        model = Made(run, linear=nn.Linear(4, 4))
+        model.register_buffer("total", torch.ones(4))
+        return model
+
+    outcome = assert_equals_eager(made(), batches=[(torch.randn(3, 4),)] * 3, backend="eager")
+    why = "total in place to what requires grad"
+    assert why in outcome.compiled.last_report.ran_eagerly
+    with pytest.raises(CaptureError, match=why):
+        lazyinline.compile_step(made(), loss_fn=torch.sum, backend="eager")(torch.randn(3, 4))
+
+
 F = nn.functional
 
 # What draws into a tensor t, or of its shape or its numbers, as text.

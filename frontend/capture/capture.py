@@ -101,6 +101,8 @@ def capture_model(
             captured = _capture_repeated(subject.model, take)
         else:
             captured = _capture_chosen(subject.model, take, reuse)
+        if train:
+            refusals.check_writes_end_gradients(captured.program)
         refusals.check_memory(captured.program)
         refusals.check_operand_types(captured.program, model_name(subject.model))
         return captured
