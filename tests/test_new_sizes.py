@@ -18,6 +18,7 @@ from torch.utils._sympy.functions import Max
 import lazyinline
 from lazyinline import Budget, PlanError
 from lazyinline.autodiff.traces import torch_make_fx
+from lazyinline.backend.kernels import lower
 from lazyinline.backend.run import planned
 from lazyinline.frontend import compiler
 from lazyinline.frontend.passes import link as link_pass
@@ -25,7 +26,7 @@ from lazyinline.frontend.sizes import torch_known_sizes
 from lazyinline.frontend.sizes.torch_input_sizes import InputSizes
 from lazyinline.frontend.torch_optimizer import StepOptimizer
 from lazyinline.reuse.ir import torch_symbols
-from lazyinline.reuse.ir.size_tape import Size, SizeTape
+from lazyinline.reuse.ir.size_tape import SizeTape
 from lazyinline.reuse.ir.torch_symbols import Values
 
 WIDTH = 16
@@ -199,13 +200,13 @@ def test_with_a_budget_each_shape_is_planned_for_itself(alone: mock.Mock) -> Non
 
 
 def test_launches_that_forgot_a_size_are_not_taken_for_other_shapes(alone: mock.Mock) -> None:
-    number = link_pass.SizeTrace.number
+    number = lower.numbered
 
-    def forgets(trace: Any, size: Any) -> Any:
-        found = number(trace, size)
-        return int.__int__(found) if isinstance(found, Size) else found
+    def forgets(leaf: Any, kernels: Any, sizes: Values) -> Any:
+        plain = {symbol: int.__int__(size) for symbol, size in sizes.items()}
+        return number(leaf, kernels, Values(plain))
 
-    with mock.patch.object(link_pass.SizeTrace, "number", forgets):
+    with mock.patch.object(lower, "numbered", forgets):
         steps_at(SHAPES[:4])
     assert alone.call_count == 4
 

@@ -336,31 +336,14 @@ def _leaf_at(leaf: Leaf, values: torch_symbols.Values) -> Leaf:
     return leaf.retyped(inputs, outputs)
 
 
-def launches_at(
-    leaf: Leaf, kernel: Kernel, values: torch_symbols.Values, trace: torch_symbols.SizeTrace
-) -> tuple[Leaf, KernelList]:
-    """Returns a leaf and its launches, whose numbers record how they depend on sizes.
-
-    For each symbol ``values`` has a recording number, ``trace`` a size that PyTorch can compute
-    with.
-    """
-    made = _leaf_at(leaf, values)
-    return made, _traced_launches(made, leaf, kernel, trace)
-
-
-def _traced_launches(
-    made: Leaf, leaf: Leaf, kernel: Kernel, trace: torch_symbols.SizeTrace
-) -> KernelList:
+def symbolic_launches(leaf: Leaf, kernel: Kernel, trace: torch_symbols.SymbolTrace) -> SymbolicList:
+    """Returns the launches of a leaf with expressions of its symbols for numbers."""
     traced = Traced(_leaf_at(leaf, trace.values), trace)
     if kernel.convention == "boxed":
         sizes = [trace.values[s] for s in torch_symbols.symbols_of(leaf.module)]
-        return record_wrapper(made, kernel.written or kernel.function, sizes, traced)
-    return record_graph(made, traced)
-
-
-def symbolic_launches(leaf: Leaf, kernel: Kernel, trace: torch_symbols.SymbolTrace) -> SymbolicList:
-    """Returns the launches of a leaf with expressions of its symbols for numbers."""
-    found = _traced_launches(leaf, leaf, kernel, trace)
+        found = record_wrapper(leaf, kernel.written or kernel.function, sizes, traced)
+    else:
+        found = record_graph(leaf, traced)
     return SymbolicList(*(getattr(found, field.name) for field in fields(found)))
 
 

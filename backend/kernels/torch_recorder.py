@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.torch_symbols import SizedInterpreter, SizeTrace, SymbolTrace
+from ...reuse.ir.torch_symbols import SizedInterpreter, SymbolTrace
 from ...reuse.ir.torch_updates import IN_PLACE, is_update, results_in_place
 from ...reuse.ir.types import HOST, TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
@@ -171,10 +171,10 @@ class _ExternKernels:
 
 @dataclass(frozen=True)
 class Traced:
-    """A leaf with sizes that PyTorch can compute with, if sizes are recorded or symbolic."""
+    """A leaf with sizes that PyTorch can compute with, if sizes are symbolic."""
 
     leaf: Leaf
-    sizes: SizeTrace
+    sizes: SymbolTrace
 
 
 class _Recorder(TorchDispatchMode):
@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
         self._traced = traced.leaf if traced else leaf
         self._types = flat_types(self._traced.input_types)
         self._number = traced.sizes.number if traced else _same
-        self._has_symbols = traced is not None and isinstance(traced.sizes, SymbolTrace)
+        self._has_symbols = traced is not None
         environment = traced.sizes.environment if traced else None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
         self._buffers: dict[int, int] = {}

@@ -41,11 +41,11 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor
 from ...reuse.ir.size_tape import PLAIN, Numbers, SizeTape
-from ...reuse.ir.torch_symbols import SizeTrace, SymbolTrace, Values
+from ...reuse.ir.torch_symbols import SymbolTrace, Values, value_of
 from ...reuse.ir.types import HOST, TensorType, strides_that_matter
 from ...reuse.torch_names import own_device_type
 from ..compile_record import DeviceRecord, gpu_record
-from .context import Context, leaves_of
+from .context import leaves_of
 from .numbers import check_layouts, forget_numbers, kernel_at_numbers, results_at, with_numbers
 from .programs import returned_of, tensor_name
 from .state import Compilation, GoalKind, State, Unplanned, compile_pass
@@ -363,6 +363,7 @@ class ManyShapes:
         self._patterns: tuple[_Pattern, ...] = ()
         self._num_tried = 0
         self._room = Values()
+        self._recorded: tuple[dict[Leaf, KernelList], list[Any]] | None = None
 
     def at(self, state: State, values: Values) -> State | None:
         """Returns the linked state of one shape, or None if the shape needs a link of its own."""
@@ -373,12 +374,30 @@ class ManyShapes:
         if found is None and self._num_tried < _MAX_PATTERNS:
             self._num_tried += 1
             try:
-                made = _Pattern.of(state, self._room_for(state, values), values)
+                made = self._pattern(state, self._room_for(state, values), values)
             except Exception:  # the caller links this shape alone, which works or raises again
                 made = None
             self._patterns = (*self._patterns, made)[-_MAX_PATTERNS:] if made else self._patterns
             found = self.known(state, values)
         return found
+
+    def _pattern(self, state: State, room: Values, values: Values) -> _Pattern | None:
+        """Links a program with room for some sizes, and checks it at others."""
+        others = (values, state.captured.sizes.example)
+        other = next((one for one in others if one != room), None)
+        if other is None:
+            return None
+        tape = SizeTape(room)
+        # Launches are recorded with symbols once. A further room asks what was asked of its sizes.
+        for _ in range(2):
+            self._recorded = self._recorded or launches_for_all(state, room, other)
+            if self._recorded is None:
+                return None
+            launches, conditions = self._recorded
+            if all([value_of(condition, tape.values) for condition in conditions]):
+                return _Pattern.of(state, tape, launches, other)
+            self._recorded = None
+        return None
 
     def known(self, state: State, values: Values) -> State | None:
         """Like ``at``, but only reuses programs that are linked already."""
@@ -416,38 +435,38 @@ class _Pattern:
     rooms: Sequence[tuple[int, int]]  # of each buffer its bytes, a recorded size, and those planned
 
     @classmethod
-    def of(cls, state: Compilation, room: Values, values: Values) -> _Pattern | None:
+    def of(
+        cls,
+        state: Compilation,
+        tape: SizeTape,
+        recorded: Mapping[Leaf, KernelList],
+        values: Values,
+    ) -> _Pattern | None:
         """Links a program with recorded sizes; None if that is not possible, or its check fails.
 
-        Memory is planned for the sizes ``room``. For ``values``, the sizes of a call, the launches
-        must equal those recorded directly.
+        Memory is planned for the sizes of the tape. For ``values``, other sizes, the launches must
+        equal those ``recorded``, with these filled in.
         """
-        if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
-            return None
         if state.context.options.target is not None or devices_of(state.linked) != [_CPU]:
             return None  # GPU kernels were never tested with other sizes filled in
-        context, sizes, tape = state.context, state.captured.sizes, SizeTape(room)
-        trace: SizeTrace | None = None  # made on demand: its shape environment imports Dynamo
-        leaves, lists = {}, {}
+        leaves, lists, expected = {}, {}, {}
         for leaf in leaves_of(state.linked):
-            made, launches = leaf, None
-            known = context.recorded.get(leaf)
+            made, known = leaf, recorded.get(leaf)
             if isinstance(known, SymbolicList):
-                made, launches = lower.numbered(leaf, known, tape.values)
-                check_layouts(launches)
-            elif known is None and lower.has_sizes(leaf):
-                trace = trace or SizeTrace(tape.values)
-                made, launches = lower.launches_at(leaf, context.kernels[leaf], tape.values, trace)
-                check_layouts(launches)
-            leaves[leaf], lists[made] = made, launches or context.launches_of_leaf(leaf)
-        if (trace is not None and not trace.holds()) or not sizes.are_right(tape.values):
+                expected[leaf] = _described(lower.numbered(leaf, known, values)[1])
+                made, known = lower.numbered(leaf, known, tape.values)
+                check_layouts(known)
+            leaves[leaf], lists[made] = made, known or state.context.launches_of_leaf(leaf)
+        if not state.captured.sizes.are_right(tape.values):
             return None
         results_at(state.captured.program, tape.values)
         program = plan_at(with_numbers(state, tape.values, leaves), lists)
         numbers = tape.function()
         # A size whose computation was not recorded would be wrong here: the check finds it.
-        other = next((v for v in (values, sizes.example) if v != room), None)
-        if other is None or not _are_equal(context, leaves, lists, numbers(other), other):
+        filled = numbers(values)
+        if filled is None or any(
+            _described(lists[leaves[leaf]], filled) != one for leaf, one in expected.items()
+        ):
             return None
         return cls(numbers, runs_of(state, program), program.rooms)
 
@@ -459,45 +478,24 @@ class _Pattern:
         return numbers
 
 
-def _are_equal(
-    context: Context,
-    leaves: Mapping[Leaf, Leaf],
-    lists: Mapping[Leaf, KernelList],
-    numbers: Numbers | None,
-    values: Values,
-) -> bool:
-    """Whether launches with a shape's sizes filled in equal those recorded directly for it."""
-    return numbers is not None and all(
-        _described(lists[made], numbers) == _described(_recorded_at(context, leaf, values))
-        for leaf, made in leaves.items()
-        if made is not leaf
-    )
-
-
-def _recorded_at(context: Context, leaf: Leaf, values: Values) -> KernelList:
-    """Returns the kernel list of a symbolic leaf, recorded for plain numbers."""
-    known = context.recorded.get(leaf)
-    if isinstance(known, SymbolicList):
-        return lower.numbered(leaf, known, values)[1]
-    return lower.kernel_list(*lower.kernel_at(leaf, context.kernels[leaf], values))
-
-
 def launches_for_all(
-    state: Compilation, examples: Values
+    state: Compilation, examples: Values, called: Values
 ) -> tuple[dict[Leaf, KernelList], list[Any]] | None:
     """Returns kernel lists with symbolic sizes, and the conditions under which they are valid.
 
     None if that is not possible, or if they differ from those recorded for the sizes of a call.
     """
-    context, trace = state.context, SymbolTrace(examples)
+    context = state.context
     if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
         return None
     new = [x for x in leaves_of(state.linked) if x not in context.recorded and lower.has_sizes(x)]
-    called = state.captured.sizes.example
+    if not new:  # symbols import Dynamo
+        return dict(context.recorded), []
+    trace = SymbolTrace(examples)
     try:
         found = {x: lower.symbolic_launches(x, context.kernels[x], trace) for x in new}
         for leaf, launches in found.items():
-            expected = _recorded_at(context, leaf, called)
+            expected = lower.kernel_list(*lower.kernel_at(leaf, context.kernels[leaf], called))
             if _described(lower.numbered(leaf, launches, called)[1]) != _described(expected):
                 return None
     except Exception:  # kernels are then recorded for each shape alone

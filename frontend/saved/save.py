@@ -335,7 +335,8 @@ class _Saved:
         launches: Any = state.context.recorded
         told_sizes, backwards = None, kept.backwards
         if sizes is not None:
-            asked = (launches_for_all(one, sizes.hints) for one in (lowered, *backwards))
+            states, called = (lowered, *backwards), sizes.example
+            asked = (launches_for_all(one, sizes.hints, called) for one in states)
             made = [one or (None, []) for one in asked]
             told_sizes = sizes.told([condition for _, found in made for condition in found])
             lists = [one for one, _ in made if one is not None]

@@ -350,40 +350,22 @@ class _Named(Source):
         return self._named
 
 
-class SizeTrace:
-    """Symbols, each with a number, in a shape environment of its own, which keeps the guards.
+class SymbolTrace:
+    """Symbols in a shape environment of its own, for operators that run for all shapes.
 
-    Operators run there for one shape. ``values`` has a size that PyTorch computes with for each.
+    ``values`` has a size that PyTorch computes with for each; the environment keeps the guards.
     """
 
-    def __init__(self, numbers: Values) -> None:
+    def __init__(self, examples: Values) -> None:
         self.environment = ShapeEnv()
-        self.values, self._numbers = Values(), Values()
-        for symbol, number in numbers.items():
+        self.values, self._symbols = Values(), Values()
+        for symbol, number in examples.items():
             source = _Named(f"size{len(self.values)}")
             own = self.environment.create_symbol(
                 int(number), source, dynamic_dim=DimDynamic.DYNAMIC
             )
             self.values[symbol] = size_in(self.environment, own)
-            self._numbers[own] = number
-
-    def number(self, size: Any) -> Any:
-        """Returns the value of a size, computed from the numbers."""
-        return (
-            value_of(expression_of(size), self._numbers) if isinstance(size, SIZE_TYPES) else size
-        )
-
-    def holds(self) -> bool:
-        """Whether the guards hold for the numbers; all of them are evaluated."""
-        return all([value_of(guard.expr, self._numbers) for guard in self.environment.guards])
-
-
-class SymbolTrace(SizeTrace):
-    """Symbols in a shape environment of its own, for operators that run for all shapes."""
-
-    def __init__(self, examples: Values) -> None:
-        super().__init__(examples)
-        self._symbols = dict(zip(self._numbers, examples, strict=True))
+            self._symbols[own] = symbol
 
     def number(self, size: Any) -> Any:
         """Returns a size as an expression of the symbols that this was made for."""
