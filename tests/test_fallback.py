@@ -371,10 +371,17 @@ def changing(module: Any, x: Tensor) -> Tensor:
     return left.mul(2).add_(right)
 
 
+def reading(module: Any, x: Tensor) -> Tensor:
+    return module.linear(x).tanh() * (1 if module.is_forward else 1)
+
+
 def rerun(module: Any, x: Tensor) -> Tensor:
-    """Runs a part in a checkpoint, which runs it again in the backward."""
+    """Runs parts in checkpoints, which run them again in the backward; one reads what changed."""
     y = checkpoint(module.mlp, x, use_reentrant=False)
     assert y.sum() < 1e9
+    module.reads.is_forward = True
+    y = checkpoint(module.reads, y, use_reentrant=False)
+    module.reads.is_forward = False
     return module.heads(y)[0]
 
 
@@ -383,7 +390,8 @@ def test_derivatives_flow_through_parts_and_what_runs_eagerly_around_them(run: R
     seed_all()
     heads = Part(lambda m, x: m.linear(x * 2).tanh().chunk(2, 0))
     heads.linear = nn.Linear(WIDTH, WIDTH)
-    model = Part(run, mlp=Mlp(), rounded=Straight.apply, heads=heads)
+    parts = {"mlp": Mlp(), "heads": heads, "reads": Part(reading)}
+    model = Part(run, rounded=Straight.apply, **parts)
     compiled = assert_trains_like_eager(model, *batches())
     assert run is not changing or is_compiled(compiled, "heads")
     assert run is not rerun or is_compiled(compiled, "heads", "mlp")

@@ -285,11 +285,11 @@ class Refusals:
         self._known: dict[CallKind, tuple[str, int, Tries]] = {}
         self._numbers: dict[tuple[CallKind, str], set[tuple[Any, ...]]] = {}
 
-    def why_eager(self, call: CallKind) -> str:
+    def why_eager(self, call: CallKind, *, is_rerun: bool) -> str:
         """Returns why a call runs eagerly, or "" if a capture should be tried; counts the call."""
         reason, count, tries = self._known.get(call, ("", 0, "never"))
         # Tried once more at the second call, because the first may have created state in a module.
-        if tries == "never" or (tries == "once more" and count > 1):
+        if is_rerun or tries == "never" or (tries == "once more" and count > 1):
             return reason
         self._known = {**self._known, call: (reason, count + 1, tries)}
         # After a side effect, tried at the 2nd, 4th, 8th ... call: filling a cache, for example,
@@ -462,19 +462,20 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         self, leaves: list[Any], tree: torch_pytree.TreeSpec
     ) -> ModuleEntry | RunEagerly:
         """Returns a program for a call that no program fits, or why it runs eagerly."""
-        again = checkpoint_around() if current_backward() >= 0 else ""
-        if again:  # no program fitted at the forward either: the same tensors must be saved
-            return RunEagerly(again)
         if not refusals.watching_input(self.model, leaves):
             # A symbolic program's guard checks all but sizes, so no other check is needed.
             linked = self._linked_for(Inputs.of(leaves, tree))
             if linked is not None:
                 return linked
         call = CallKind.of(leaves, tree, training=self.model.training)
-        reason = self._why_never() or self._refusals.why_eager(call) or self._why_eager(leaves)
+        # A rerun must save what the forward saved, so what ran eagerly then does so again.
+        is_rerun = current_backward() >= 0 and bool(checkpoint_around())
+        reason = self._why_never() or self._refusals.why_eager(call, is_rerun=is_rerun)
+        reason = reason or self._why_eager(leaves)
         if not reason:  # hooks are counted last: calls that run eagerly anyway need not pay for it
             plain, call = call, call.with_hooks(self.model)
-            reason = self._refusals.why_eager(call) if call != plain else ""
+            if call != plain:
+                reason = self._refusals.why_eager(call, is_rerun=is_rerun)
         if reason:
             return RunEagerly(reason)
         try:
