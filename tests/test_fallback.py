@@ -372,7 +372,7 @@ def changing(module: Any, x: Tensor) -> Tensor:
 
 
 def reading(module: Any, x: Tensor) -> Tensor:
-    return module.linear(x).tanh() * (1 if module.is_forward else 1)
+    return module.linear(x).tanh() * (1 if module.is_forward else 1.0)
 
 
 def rerun(module: Any, x: Tensor) -> Tensor:
