@@ -187,24 +187,9 @@ def traced(
         module = run(*inputs, list(sizes))
     if sizes:
         torch_symbols.sizes_as_literals(module.graph)
-    _mend_statistics(module.graph)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     module.recompile()
     return module
-
-
-def _mend_statistics(graph: torch.fx.Graph) -> None:
-    """Makes a norm's statistics float32 where its parameters are, as kernels on a CPU return them.
-
-    Under autocast its input is not, and PyTorch's fake kernels give the statistics that dtype.
-    """
-    for node in graph.find_nodes(op="call_function", target=operator.getitem):
-        norm: Any = node.args[0]
-        if norm.target in _NORMS and node.args[1] in (1, 2):
-            operands = [operand.meta["val"] for operand in norm.all_input_nodes]
-            types = [(x.device.type, x.dtype) for x in operands if isinstance(x, torch.Tensor)]
-            if ("cpu", torch.float32) in types:
-                node.meta["val"] = node.meta["val"].float()
 
 
 def growing_graph() -> torch.fx.Graph:
@@ -215,11 +200,6 @@ def growing_graph() -> torch.fx.Graph:
     return graph
 
 
-_NORMS = (
-    *(torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default),
-    *(torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default),
-    torch.ops.aten._native_batch_norm_legit_functional.default,
-)
 _LOCK = ProcessLock()  # one trace at a time replaces PyTorch's dropout
 _EMBEDDING_BACKWARD: Any = torch.ops.aten.embedding_dense_backward.default
 _DROPOUT_KEYS = (torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplicitAutograd)
