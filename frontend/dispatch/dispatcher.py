@@ -285,11 +285,11 @@ class Refusals:
         self._known: dict[CallKind, tuple[str, int, Tries]] = {}
         self._numbers: dict[tuple[CallKind, str], set[tuple[Any, ...]]] = {}
 
-    def why_eager(self, call: CallKind, *, is_rerun: bool) -> str:
+    def why_eager(self, call: CallKind) -> str:
         """Returns why a call runs eagerly, or "" if a capture should be tried; counts the call."""
         reason, count, tries = self._known.get(call, ("", 0, "never"))
         # Tried once more at the second call, because the first may have created state in a module.
-        if is_rerun or tries == "never" or (tries == "once more" and count > 1):
+        if tries == "never" or (tries == "once more" and count > 1):
             return reason
         self._known = {**self._known, call: (reason, count + 1, tries)}
         # After a side effect, tried at the 2nd, 4th, 8th ... call: filling a cache, for example,
@@ -362,6 +362,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         self.model, self.options, self.dynamic = model, options, dynamic
         self._eager: CompileReport | None = None
         self._refusals = Refusals()
+        self._eager_in_checkpoints: dict[CallKind, RunEagerly] = {}
         # Exceptions that the model raises in a capture but not in eager; all its parts share them.
         self._accepted = set() if accepted is None else accepted
 
@@ -437,7 +438,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
         entry = self.entries.fitting(leaves, tree)
         if entry is None:
-            found = self._find_or_compile(leaves, tree)
+            found = self._find_or_rerun(leaves, tree)
             if isinstance(found, RunEagerly):
                 return self._run_decided(found, args, kwargs)
             entry = found
@@ -458,6 +459,24 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
                 self._accepted.add(found.raised)
         return result
 
+    def _find_or_rerun(
+        self, leaves: list[Any], tree: torch_pytree.TreeSpec
+    ) -> ModuleEntry | RunEagerly:
+        """Does the same as the next; what ran eagerly in a checkpoint does so when it runs again.
+
+        A rerun must save what the forward saved.
+        """
+        if not checkpoint_around():
+            return self._find_or_compile(leaves, tree)
+        call = CallKind.of(leaves, tree, training=self.model.training)
+        known = self._eager_in_checkpoints.get(call) if current_backward() >= 0 else None
+        found = known or self._find_or_compile(leaves, tree)
+        rest = {kind: why for kind, why in self._eager_in_checkpoints.items() if kind != call}
+        if isinstance(found, RunEagerly):
+            rest = dict([*rest.items()][1 - _MAX_KINDS :]) | {call: found}
+        self._eager_in_checkpoints = rest
+        return found
+
     def _find_or_compile(
         self, leaves: list[Any], tree: torch_pytree.TreeSpec
     ) -> ModuleEntry | RunEagerly:
@@ -468,14 +487,10 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             if linked is not None:
                 return linked
         call = CallKind.of(leaves, tree, training=self.model.training)
-        # A rerun must save what the forward saved, so what ran eagerly then does so again.
-        is_rerun = current_backward() >= 0 and bool(checkpoint_around())
-        reason = self._why_never() or self._refusals.why_eager(call, is_rerun=is_rerun)
-        reason = reason or self._why_eager(leaves)
+        reason = self._why_never() or self._refusals.why_eager(call) or self._why_eager(leaves)
         if not reason:  # hooks are counted last: calls that run eagerly anyway need not pay for it
             plain, call = call, call.with_hooks(self.model)
-            if call != plain:
-                reason = self._refusals.why_eager(call, is_rerun=is_rerun)
+            reason = self._refusals.why_eager(call) if call != plain else ""
         if reason:
             return RunEagerly(reason)
         try:
