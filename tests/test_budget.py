@@ -45,7 +45,7 @@ from link_tree import ROOT
 # passes (frontend +150, reuse +33), errors of derivatives with their line (autodiff +33), values of
 # index_put (backend +53), gradients of pools, and casts, that are eager's (backend +147).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_436, 89),
+    "frontend": (28_451, 89),
     "reuse": (9_643, 34),
     "autodiff": (6_031, 19),
     "recompute": (1_074, 4),
