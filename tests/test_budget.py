@@ -43,7 +43,9 @@ from link_tree import ROOT
 # (frontend +86), names of libraries, of a module's __dict__ and of the
 # class of a class (frontend +66, reuse +77), what is logged once, ranks without a file and bugs in
 # passes (frontend +150, reuse +33), errors of derivatives with their line (autodiff +33), values of
-# index_put (backend +53), gradients of pools, and casts, that are eager's (backend +147).
+# index_put (backend +53), gradients of pools, and casts, that are eager's (backend +147), norms
+# under autocast and writes into slices (backend +23), histories of what is written and parts that
+# checkpoints run again (frontend +37, autodiff +4).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_451, 89),
     "reuse": (9_643, 34),
