@@ -324,14 +324,17 @@ def check_writes(program: Program) -> None:
 
 
 def check_writes_end_gradients(program: Program) -> None:
-    """Raises CaptureError if a tensor is changed in place to what a gradient flows through.
+    """Raises CaptureError if gradients of a call flow into the calls before, through a buffer.
 
-    In eager it then has a history, which the next call, or a loss that reads it, goes on with.
+    A tensor that is changed in place to what requires grad has a history in eager. Later results
+    that are computed from it, not only its own later values, send gradients into that.
     """
-    flows = trained_inputs(program) if program.writes else []
+    written = dict(program.writes)
+    flows = trained_inputs(program) if written else []
     wanted = {i for i, source in enumerate(program.sources) if wants_gradient(source)}
-    for output, target in program.writes:
-        if not wanted.isdisjoint(flows[output]):
+    read = frozenset().union(*(flow for i, flow in enumerate(flows) if i not in written))
+    for output, target in written.items():
+        if target in read and not wanted.isdisjoint(flows[output]):
             raise CaptureError(
                 f"The model's forward changes {program.sources[target].name} in place to what "
                 "requires grad, so that gradients of a later call flow into this one, and no "

@@ -141,6 +141,7 @@ def _scattered(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 _aten = torch.ops.aten
+_OVERWRITES = (_aten.zero_.default, _aten.fill_.Scalar)  # nothing of the history is left
 _CHECKED: Mapping[Any, Callable[..., Any]] = {
     _aten.one_hot.default: _one_hot,
     _aten.scatter.value: _scattered(_aten.scatter.src),
@@ -275,6 +276,10 @@ def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[obj
                 detached[node] = detached[source]
             elif is_view(node) and _cuts_history(node):
                 detached[node] = node
+        if node.target in _OVERWRITES and not _cuts_history(node):
+            operand = node.all_input_nodes[0]
+            if not is_view(operand) and operand.target is not operator.getitem:
+                active -= {operand, history(operand)}
         if any(map(carries, mutated_args(node))):
             active.add(node)  # it returns the operand that it changed, whose history no_grad keeps
         if _passes_gradient(node) and any(map(carries, connected(node))):

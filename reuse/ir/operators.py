@@ -37,6 +37,9 @@ _NORMS = (
 )
 WRITES_STATISTICS = frozenset(getattr(torch.ops.aten, name).default for name in _NORMS)
 
+# Of their results autograd differentiates the first alone.
+_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit")
+
 # Of tensors these read the size, dtype and device alone.
 _LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 _NEW = ("empty", "empty_strided", "full", "ones", "zeros")
@@ -64,14 +67,21 @@ def is_mutable(operator: object) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
+def _name(operator: object) -> str:
+    """Returns the name of an operator of ATen, without its overload, or an empty text."""
+    schema = schema_of(operator)
+    return "" if schema is None else schema.name.removeprefix("aten::")
+
+
 def connected(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Returns the operands that autograd connects the results of an operator to."""
-    schema = schema_of(node.target)
-    name = "" if schema is None else schema.name.removeprefix("aten::")
+    source, name = node.all_input_nodes[:1], _name(node.target)
+    if node.target is operator.getitem and node.args[1]:
+        return [] if _name(source[0].target).startswith(_BATCH_NORMS) else source
     if name in READ_NO_VALUES or name.startswith(_WITHOUT_HISTORY):
         return []
     # Of the second operand of these, too, the size is read alone.
-    return node.all_input_nodes[:1] if name in _LIKE_ANOTHER else node.all_input_nodes
+    return source if name in _LIKE_ANOTHER else node.all_input_nodes
 
 
 def returns_operand(operator: object) -> bool:
