@@ -149,19 +149,24 @@ def _computed_from(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
     return [n for n in node.all_input_nodes if n not in unused or n in others]
 
 
-def trained_inputs(program: ir.Program) -> Flows:
+def trained_inputs(program: ir.Program, *, but_zeros: bool = False) -> Flows:
     """Returns for each output the inputs that its gradient may flow back to.
+
+    ``but_zeros`` leaves out gradients that are zero because something is overwritten.
 
     Where no path leads to a parameter, autograd leaves its ``.grad`` None and an optimizer skips
     it; with a gradient of zeros it would decay. So a backward has to tell zeros from no gradient.
     """
-    return _flows(program, _carries_back)
+    return _flows(program, partial(_carries_back, but_zeros=but_zeros))
 
 
-def _carries_back(leaf: ir.Leaf) -> Flows:
+def _carries_back(leaf: ir.Leaf, *, but_zeros: bool) -> Flows:
     number = len(flat_types(leaf.input_types))
     # One input at a time: with several active, nothing tells which one an output depends on.
-    flags = [is_active(leaf, [i == index for i in range(number)]) for index in range(number)]
+    flags = [
+        is_active(leaf, [i == index for i in range(number)], but_zeros=but_zeros)
+        for index in range(number)
+    ]
     outputs = range(len(flat_types(leaf.output_types)))
     return [frozenset(i for i, carries in enumerate(flags) if carries[o]) for o in outputs]
 

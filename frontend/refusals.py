@@ -330,7 +330,7 @@ def check_writes_end_gradients(program: Program) -> None:
     that are computed from it, not only its own later values, send gradients into that.
     """
     written = dict(program.writes)
-    flows = trained_inputs(program) if written else []
+    flows = trained_inputs(program, but_zeros=True) if written else []
     wanted = {i for i, source in enumerate(program.sources) if wants_gradient(source)}
     read = frozenset().union(*(flow for i, flow in enumerate(flows) if i not in written))
     for output, target in written.items():

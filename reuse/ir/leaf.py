@@ -141,7 +141,7 @@ def _scattered(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 _aten = torch.ops.aten
-_OVERWRITES = (_aten.zero_.default, _aten.fill_.Scalar)  # nothing of the history is left
+_OVERWRITES = (_aten.zero_.default, _aten.fill_.Scalar)
 _CHECKED: Mapping[Any, Callable[..., Any]] = {
     _aten.one_hot.default: _one_hot,
     _aten.scatter.value: _scattered(_aten.scatter.src),
@@ -249,13 +249,21 @@ def frozen_operands(operands: Any, number: Mapping[torch.fx.Node, int]) -> Any:
     return (type(operands), tuple(map(frozen_operands, parts, repeat(number))))
 
 
-def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
-    """Says which flat outputs can carry a gradient back to one of the active flat inputs."""
+def is_active(
+    leaf: Leaf, active_inputs: Sequence[bool], *, but_zeros: bool = False
+) -> tuple[bool, ...]:
+    """Says which flat outputs can carry a gradient back to one of the active flat inputs.
+
+    ``but_zeros`` leaves out what ``zero_`` and ``fill_`` make zero, though autograd has it.
+    """
     # It may say yes where autograd says no, never the other way: then a gradient would be lost.
-    return tuple(map(carries_gradient(leaf, active_inputs), outputs_of(leaf.module)))
+    carries = carries_gradient(leaf, active_inputs, but_zeros=but_zeros)
+    return tuple(map(carries, outputs_of(leaf.module)))
 
 
-def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[object], bool]:
+def carries_gradient(
+    leaf: Leaf, active_inputs: Sequence[bool], *, but_zeros: bool = False
+) -> Callable[[object], bool]:
     """Returns a predicate of nodes: whether one carries a gradient; see :func:`is_active`."""
     active: set[Any] = set()  # nodes, and histories that something active was written to
     placeholders = leaf.entries
@@ -276,7 +284,7 @@ def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[obj
                 detached[node] = detached[source]
             elif is_view(node) and _cuts_history(node):
                 detached[node] = node
-        if node.target in _OVERWRITES and not _cuts_history(node):
+        if but_zeros and node.target in _OVERWRITES:
             operand = node.all_input_nodes[0]
             if not is_view(operand) and operand.target is not operator.getitem:
                 active -= {operand, history(operand)}
