@@ -180,7 +180,7 @@ def traced(
 
     ``sizes`` are symbols that become literals in the graph; without them it computes its sizes.
     """
-    table = {**decompositions, **PLAIN_ZEROS}
+    table = {**decompositions, **PLAIN_ZEROS, **_norms_beside_float32(decompositions)}
     # Sizes are inputs of the trace, or each read of one would add a node.
     run = make_fx(lambda *groups: function(*groups[:-1]), decomposition_table=table)
     with modules_left():
@@ -190,6 +190,39 @@ def traced(
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     module.recompile()
     return module
+
+
+_NORMS = tuple(
+    getattr(torch.ops.aten, f"native_{name}_norm{way}").default
+    for name in ("batch", "group", "layer")
+    for way in ("", "_backward")
+)
+
+
+def _norms_beside_float32(table: Decompositions) -> Decompositions:
+    """Returns rules for norms of 16 bits beside weights of 32, as in autocast on a CPU.
+
+    Eager has their statistics in float32. PyTorch's fake kernels and its rules say 16 bits, and so
+    rounded a mean far from zero takes the digits of a batch norm's gradient.
+    """
+    return {operator: _in_float32(operator, table.get(operator)) for operator in _NORMS}
+
+
+def _in_float32(operator: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
+    def decomposition(x: torch.Tensor, *args: Any) -> Any:
+        others = [other for other in args if isinstance(other, torch.Tensor)]
+        is_mixed = not others or any(_is_wide(other) for other in others)
+        if x.device.type != "cpu" or not x.is_floating_point() or _is_wide(x) or not is_mixed:
+            return rule(x, *args) if rule is not None else NotImplemented
+        wide = [a.float() if isinstance(a, torch.Tensor) else a for a in (x, *args)]
+        first, *rest = operator(*wide)
+        return (first if first is None else first.to(x.dtype), *rest)
+
+    return decomposition
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    return tensor.dtype not in (torch.bfloat16, torch.float16)
 
 
 def growing_graph() -> torch.fx.Graph:

@@ -24,7 +24,7 @@ from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.errors import PlanError
 from ...reuse.ir import torch_symbols
 from ...reuse.ir.leaf import flat_types, without_autocast
-from ...reuse.ir.program import Kernels, Leaf
+from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_updates import is_update
 from ...reuse.torch_names import RESHAPES, own_device_type
 from ..gpu.targets import Target, target_named
@@ -84,8 +84,8 @@ class EagerBackend:
     name: BackendName = "eager"
 
     def recipe(self, leaf: Leaf) -> Recipe:
-        """Saves what autograd would save; decomposes little further than autograd does."""
-        return _eager_recipe()
+        """Saves what autograd would save; decomposes nothing further than autograd does."""
+        return Recipe()
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Returns each graph's generated Python function."""
@@ -125,9 +125,9 @@ class InductorBackend:
     def recipe(self, leaf: Leaf) -> Recipe:
         """Uses Inductor's decompositions, passes and min-cut split; tiny CPU leaves stay eager."""
         if self._is_on_gpu(leaf):
-            return self._recipes[1] if _has_compiler(leaf) else _eager_recipe("eager")
+            return self._recipes[1] if _has_compiler(leaf) else Recipe(kernels="eager")
         is_left = (leaf.kernels != "compiled" and is_tiny(leaf)) or not _has_compiler(leaf)
-        return _eager_recipe("eager") if is_left else self._recipes[0]
+        return Recipe(kernels="eager") if is_left else self._recipes[0]
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Compiles the leaves for which that pays (for a GPU: generates their code)."""
@@ -352,10 +352,6 @@ def numbered(
 ) -> tuple[Leaf, KernelList]:
     """Returns a leaf and its launches at given values of its symbolic sizes."""
     return _leaf_at(leaf, values), kernels.at(lambda size: torch_symbols.value_of(size, values))
-
-
-def _eager_recipe(kernels: Kernels = "backend") -> Recipe:
-    return Recipe(torch_decompositions.norms_beside_float32({}), kernels=kernels)
 
 
 def _eager_kernel(leaf: Leaf) -> Kernel:

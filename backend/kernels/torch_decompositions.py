@@ -45,12 +45,6 @@ _EXTREMES = (
 
 _AVERAGE_BACKWARDS = {2: aten.avg_pool2d_backward.default, 3: aten.avg_pool3d_backward.default}
 
-_NORMS = tuple(
-    getattr(aten, f"native_{name}_norm{way}").default
-    for name in ("batch", "group", "layer")
-    for way in ("", "_backward")
-)
-
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Returns Inductor's decomposition table, with the corrections of this file."""
@@ -78,37 +72,10 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     table[nearest] = _doubled(table[nearest])
     table[aten.upsample_nearest2d_backward.default] = _by_scales
     table |= {operator: _by_window(operator, n) for n, operator in _AVERAGE_BACKWARDS.items()}
-    table |= norms_beside_float32(table)
     # Scatters stay whole, so that :func:`scatters_into_complex` finds them. A rule of an operator
     # is one of its ``out`` overload, too, but takes no ``out``.
     left_out = {o for o in table if o in SCATTERS or str(o).endswith(".out")}
     return {operator: rule for operator, rule in table.items() if operator not in left_out}
-
-
-def norms_beside_float32(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Returns rules for norms of 16 bits beside weights of 32, as in autocast on a CPU.
-
-    Eager has their statistics in float32. PyTorch's fake kernels and its rules say 16 bits, and so
-    rounded a mean far from zero takes the digits of a batch norm's gradient.
-    """
-    return {operator: _in_float32(operator, table.get(operator)) for operator in _NORMS}
-
-
-def _in_float32(operator: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
-    def decomposition(x: torch.Tensor, *args: Any) -> Any:
-        others = [other for other in args if isinstance(other, torch.Tensor)]
-        is_mixed = not others or any(_is_wide(other) for other in others)
-        if x.device.type != "cpu" or not x.is_floating_point() or _is_wide(x) or not is_mixed:
-            return rule(x, *args) if rule is not None else NotImplemented
-        wide = [a.float() if isinstance(a, torch.Tensor) else a for a in (x, *args)]
-        first, *rest = operator(*wide)
-        return (first if first is None else first.to(x.dtype), *rest)
-
-    return decomposition
-
-
-def _is_wide(tensor: torch.Tensor) -> bool:
-    return tensor.dtype not in (torch.bfloat16, torch.float16)
 
 
 def _below_probabilities(probabilities: torch.Tensor, generator: Any = None) -> Any:

@@ -38,7 +38,9 @@ _NORMS = (
 WRITES_STATISTICS = frozenset(getattr(torch.ops.aten, name).default for name in _NORMS)
 
 # Of their results autograd differentiates the first alone.
-_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit")
+_BATCH_NORMS = (
+    *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+)
 
 # Of tensors these read the size, dtype and device alone.
 _LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
@@ -77,7 +79,7 @@ def connected(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Returns the operands that autograd connects the results of an operator to."""
     source, name = node.all_input_nodes[:1], _name(node.target)
     if node.target is operator.getitem and node.args[1]:
-        return [] if _name(source[0].target).startswith(_BATCH_NORMS) else source
+        return [] if _name(source[0].target) in _BATCH_NORMS else source
     if name in READ_NO_VALUES or name.startswith(_WITHOUT_HISTORY):
         return []
     # Of the second operand of these, too, the size is read alone.
