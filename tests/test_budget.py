@@ -48,11 +48,11 @@ from link_tree import ROOT
 # checkpoints run again (frontend +37, autodiff +4).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_454, 89),
-    "reuse": (9_666, 34),
-    "autodiff": (6_036, 19),
+    "reuse": (9_668, 34),
+    "autodiff": (6_069, 19),
     "recompute": (1_074, 4),
     "pipeline_parallel": (7_095, 23),
-    "backend": (12_100, 37),
+    "backend": (12_063, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
