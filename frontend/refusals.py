@@ -323,8 +323,8 @@ def check_writes(program: Program) -> None:
             )
 
 
-def check_writes_end_gradients(program: Program) -> None:
-    """Raises CaptureError if gradients of a call flow into the calls before, through a buffer.
+def check_gradients_stay_in_call(program: Program) -> None:
+    """Raises CaptureError if gradients of a call flow into the calls before it, by a buffer.
 
     A tensor that is changed in place to what requires grad has a history in eager. Later results
     that are computed from it, not only its own later values, send gradients into that.

@@ -102,7 +102,7 @@ def capture_model(
         else:
             captured = _capture_chosen(subject.model, take, reuse)
         if train:
-            refusals.check_writes_end_gradients(captured.program)
+            refusals.check_gradients_stay_in_call(captured.program)
         refusals.check_memory(captured.program)
         refusals.check_operand_types(captured.program, model_name(subject.model))
         return captured

@@ -38,7 +38,7 @@ from ..passes.state import Compilation, Goal, Pass
 from ..report import CompileReport
 from ..sizes.shapes import CompileResult, ShapeCache
 from ..tracing.frames import own_model
-from ..tracing.torch_state import checkpoint_around, mode_around
+from ..tracing.torch_state import is_in_checkpoint, mode_around
 from ..tracing.torch_tracing import is_traced
 from .torch_slot import call_past_slot, in_slot
 
@@ -462,11 +462,11 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     def _find_or_rerun(
         self, leaves: list[Any], tree: torch_pytree.TreeSpec
     ) -> ModuleEntry | RunEagerly:
-        """Does the same as the next; what ran eagerly in a checkpoint does so when it runs again.
+        """Finds a program or compiles; in a checkpoint's rerun, what ran eagerly stays eager.
 
-        A rerun must save what the forward saved.
+        A rerun must save the tensors that the forward saved.
         """
-        if not checkpoint_around():
+        if not is_in_checkpoint():
             return self._find_or_compile(leaves, tree)
         call = CallKind.of(leaves, tree, training=self.model.training)
         known = self._eager_in_checkpoints.get(call) if current_backward() >= 0 else None

@@ -71,12 +71,10 @@ def autograd_mode_around() -> str:
     return ""
 
 
-def checkpoint_around() -> str:
-    """Returns that a non-reentrant checkpoint is around a call, or an empty text."""
+def is_in_checkpoint() -> bool:
+    """Whether a non-reentrant checkpoint runs, for the first time or again in the backward."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    of = "" if hooks is None else getattr(hooks[0], "__module__", "")
-    is_around = of == "torch.utils.checkpoint"
-    return "it is in a checkpoint, which runs it again in the backward" if is_around else ""
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def refuse_mode(mode: str, error: type[LazyInlineError] = PlanError) -> None:
