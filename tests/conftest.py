@@ -54,6 +54,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 MANY_OBJECTS = 300_000  # a capture of a few layers makes a third
+gc.set_threshold(0)  # modules live on, so that imports make next to no garbage
 
 # How long an example takes says nothing here: the first one compiles.
 hypothesis.settings.register_profile("lazyinline", deadline=None, print_blob=True)
@@ -126,7 +127,6 @@ def pytest_collection_finish() -> None:
     # Each capture asks for it, and Python counts by walking all of them.
     num_frozen = gc.get_freeze_count()
     mock.patch.object(gc, "get_freeze_count", lambda: num_frozen).start()
-    gc.set_threshold(0)
 
 
 @pytest.hookimpl(trylast=True)  # after fixtures have let go of what they held

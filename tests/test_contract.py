@@ -38,7 +38,6 @@ from lazyinline.autodiff.traces.torch_user_rules import (
 from lazyinline.backend.link import torch_generated
 from lazyinline.frontend.dispatch import torch_slot
 from lazyinline.frontend.tracing import torch_tracing
-from lazyinline.frontend.tracing.torch_tracing import refused_operators
 from lazyinline.reuse import torch_names
 from lazyinline.reuse.ir.torch_symbols import ReadSizes, size_in
 from lazyinline.reuse.torch_names import operators_tagged
@@ -298,15 +297,7 @@ def test_what_is_a_mark_on_memory() -> None:
 
 @contract("torch._C._dispatch_get_all_op_names")
 def test_operators_are_listed_by_name() -> None:
-    @torch.library.custom_op("lazyinline_tests::listed", mutates_args=("x",))
-    def listed(x: Tensor) -> None:
-        x.add_(1)
-
-    names = set(torch._C._dispatch_get_all_op_names())
-    assert {"aten::add_.Tensor", "aten::relu", "lazyinline_tests::listed"} <= names
-    assert listed._opoverload._schema.arguments[0].alias_info.is_write
-    assert listed._opoverload in refused_operators()
-    assert aten.add_.Tensor not in refused_operators()
+    assert {"aten::add_.Tensor", "aten::relu"} <= {*torch._C._dispatch_get_all_op_names()}
 
 
 @contract("torch._library.custom_ops.OPDEFS.get", "._opoverload", "._backward_fn")

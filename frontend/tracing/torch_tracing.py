@@ -64,6 +64,13 @@ DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
 
 
 _OWN_NAMESPACES = frozenset(["aten", "prim", "prims"])
+_PYTORCHS_NAMESPACES = """
+    _c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test aten c10d cuda
+    debug_mode_ops debugprims export fsdp higher_order inductor inductor_prims mkl
+    mkldnn mkldnn_prepacked onednn prepacked prim prims profiler quantization quantized
+    quantized_decomposed rngprims sparse static_runtime streams symm_mem xnnpack
+"""
+_PYTORCHS = frozenset(_PYTORCHS_NAMESPACES.split())
 _READERS = (
     torch.ops.aten.item.default,
     torch.ops.aten._local_scalar_dense.default,
@@ -271,14 +278,20 @@ class Tracer:
             torch_names.wrapped_globals_left() as started,
         ):
             readers = {operator_: self._refusing_real(operator_) for operator_ in _READERS}
-            table = {**refused_operators(), **rules_above_autograd(), **readers}
+            table = {**rules_above_autograd(), **readers}
             proxies.make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
         return made[0]
 
     def _unprofiled(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
-        """Dispatches without the profiler; refuses a user's mode that would see the operators."""
+        """Dispatches without the profiler; refuses what a program cannot do as the call does."""
 
         def traced(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace not in _PYTORCHS and func._schema.is_mutable:
+                raise CaptureError(
+                    f"The model's forward calls {func} at {user_line()}, which changes what it is "
+                    "given, and a program only knows how PyTorch's own operators do that. Let it "
+                    "return new tensors (mutates_args=())."
+                )
             below = _get_current_dispatch_mode()
             if below is not self.fake_mode and below is not None:
                 raise CaptureError(
@@ -551,30 +564,3 @@ def leads_to(outputs: Sequence[Tensor], tensor: Tensor) -> bool:
         seen.add(edge)
         pending += edge[0].next_functions
     return False
-
-
-_PYTORCHS_NAMESPACES = """
-    _c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test aten c10d cuda
-    debug_mode_ops debugprims export fsdp higher_order inductor inductor_prims mkl
-    mkldnn mkldnn_prepacked onednn prepacked prim prims profiler quantization quantized
-    quantized_decomposed rngprims sparse static_runtime streams symm_mem xnnpack
-"""
-_PYTORCHS = tuple(f"{name}::" for name in _PYTORCHS_NAMESPACES.split())
-
-
-def refused_operators() -> dict[Any, Callable[..., Any]]:
-    """Returns, for each custom operator that changes operands, a function that refuses it."""
-    names = torch._C._dispatch_get_all_op_names()
-    found = [torch_names.operator_named(name) for name in names if not name.startswith(_PYTORCHS)]
-    return {o: _refusing(o) for o in found if o is not None and o._schema.is_mutable}
-
-
-def _refusing(operator: Any) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise CaptureError(
-            f"The model's forward calls {operator} at {user_line()}, which changes what it is "
-            "given, and a program only knows how PyTorch's own operators do that. Let it return "
-            "new tensors (mutates_args=())."
-        )
-
-    return refuse
