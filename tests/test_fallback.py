@@ -125,6 +125,7 @@ def is_compiled(compiled: Any, *paths: str) -> bool:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.sweep(keep=["by_a_mask-eager", "by_a_sparse_product-eager", "its_window-eager"])
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated in 2.14
 def test_what_cannot_be_captured_is_eager_between_compiled_parts(way: Run, backend: str) -> None:
     compiled = assert_trains_like_eager(Around(way), *batches(), backend=backend)
     report, found = compiled.last_report, by_path(compiled)
