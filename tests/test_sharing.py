@@ -95,6 +95,14 @@ def held_weights():
     model = Stack(B(), B())
     for layer in model.layers: layer.held = [model.layers[0].linear.weight]
     return model
+def own_or_not():
+    def forward(self, x, z):
+        self.norm.running_mean.add_(1)
+        return torch.tanh(self.linear(x)) * z
+    def body(layers, x):
+        return layers[1](layers[0](x, x.new_ones(4)), layers[1].norm.running_mean[:])
+    B = block(forward)
+    return Around(body, *(B(norm=nn.BatchNorm1d(4, dtype=torch.float64)) for _ in range(2)))
 def local(factor): return block(lambda self, x: self.linear(x) * factor)
 def unmarked(): return block(TANH, mark=False)
 def marked_after():
@@ -225,6 +233,8 @@ CASES = {
         "pair(lambda self, x: self.linear(x) * self.t, *({'t': example(*s, grad=False)} for "
         "s in ((3, 1), (1, 4))))", 0, "attribute t"),
     "list of its own or another's weight": Case("held_weights()", 0, "are two tensors here"),
+    "a tensor, or a view of its own buffer": Case("own_or_not()", 0,
+        "seen through a view"),
     "parameters()": Case(
         "pair(lambda self, x: self.linear(x) + sum(p.sum() for p in self.parameters()))", 1),
 }
@@ -306,7 +316,12 @@ BODIES = {
     "expanded": ("Y", "x = layers[1](layers[0](x[:1].expand(3, 4)))", 0, ""),
     "strided": ("Y", "x = layers[1](layers[0](torch.cat([x, x], 1)[:, ::2]))", 0, ""),
     "flipped": ("Y", "x = layers[1](layers[0](x.flip(0)))", 1, ""),
-    "with an offset": ("Y", "x = layers[1](layers[0](torch.cat([x, x])[3:]))", 0, ""),
+    "with an offset": ("Y", "x = layers[1](layers[0](torch.cat([x, x])[3:]))", 1, ""),
+    "parts of one tensor": ("(z[1:], Y * z)",
+        "a, z = [], torch.cat([x, x])\nfor i, l in enumerate(layers):\n    "
+        "v, x = l(x, z[3 * i : 3 * i + 3])\n    a.append(v)\nx = x * torch.cat(a).sum()", 1, ""),
+    "two views at another distance": (GIVEN,
+        "z = torch.cat([x, x])\nx = layers[1](z[:3], layers[0](z[:3], z[3:]) + z[2:5])", 0, ""),
     "written, and seen through a view": ("(x.mul_(2), self.linear(x))[1]",
         "y = torch.sin(x)\nview = y[0]\nx = layers[1](layers[0](y)) + view", 0,
         "seen through a view"),

@@ -193,3 +193,10 @@ def test_buffers_that_the_forward_changes_are_changed(unplanned: None) -> None:
     options: dict[str, Any] = {"loss_fn": lambda y: y.square().sum(), "lr": 0.01}
     assert_steps_are_eagers(model, *[(torch.randn(5, 4),)] * 3, **options)
     assert model[1].num_batches_tracked == 3
+
+
+def test_a_result_that_nobody_asks_a_kernel_for_is_none() -> None:
+    # The fake kernel of a batch norm's backward makes a gradient for the data, too.
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    options: dict[str, Any] = {"loss_fn": lambda y: y.square().sum(), "backend": "eager"}
+    assert_steps_are_eagers(model, *[(torch.randn(5, 4),)] * 3, **options)

@@ -315,7 +315,7 @@ class _Recorder(TorchDispatchMode):
             return self._copied(*args)
         with self.mode:
             result = func(*args, **kwargs)
-        leaves = tree_flatten(result)[0]
+        leaves = _asked_for(func, args, kwargs, tree_flatten(result)[0])
         made = [t for t in leaves if isinstance(t, torch.Tensor)]
         new = [t for t in made if memory_id(t) not in self._buffers]
         if new or func._schema.is_mutable or _is_collective(func):
@@ -408,6 +408,18 @@ class _Recorder(TorchDispatchMode):
         return kernel_list.KernelList(
             self._leaf.name, len(self.inputs), buffers, launches, views, types_, in_place
         )
+
+
+def _asked_for(func: Any, args: Any, kwargs: Any, results: list[Any]) -> list[Any]:
+    """Replaces by None the results that an ``output_mask`` leaves out.
+
+    Kernels return None there, and some fake kernels, as of ``native_batch_norm_backward``, tensors.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    mask = dict(zip(names, args, strict=False), **kwargs).get("output_mask")
+    if mask is None:
+        return results
+    return [t if asked else None for t, asked in zip(results, mask, strict=True)]
 
 
 def _is_collective(func: Any) -> bool:

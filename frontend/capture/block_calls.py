@@ -146,13 +146,15 @@ class TemplateMaker:
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             ).requires_grad_(value.requires_grad)
         storage = memory_id(node.meta["val"])
+        base = storages.index(storage) if storage in storages else -1
+        start = region.inputs[base].meta["val"].storage_offset() if base >= 0 else 0
         return regions.OutputLeaf(
             "new",
             region.outputs.index(node),
             type=TensorType.of(value),
             requires_grad=value.requires_grad,
-            alias_of=storages.index(storage) if storage in storages else -1,
-            storage_offset=value.storage_offset(),
+            alias_of=base,
+            offset=value.storage_offset() - start,
             prototype=prototype,
         )
 
@@ -241,7 +243,7 @@ class TemplateMaker:
         shape, stride = leaf.prototype.shape, leaf.prototype.stride()
         with self._tracer.untraced(), torch.set_grad_enabled(leaf.requires_grad):
             base = self._operand_tensor(template.bindings[leaf.alias_of], module, leaves)
-            result = base.as_strided(shape, stride, leaf.storage_offset)
+            result = base.as_strided(shape, stride, base.storage_offset() + leaf.offset)
         self._tracer.track(result, node)
         return result
 
@@ -439,7 +441,7 @@ class BlockCalls:
             arguments = self._bind(module, args, kwargs)
             leaves, spec = flatten(arguments)
         places = walk_modules(module)
-        signature = regions.CallSignature(module, leaves, self._recording.tensors.real_ids)
+        signature = regions.CallSignature(module, leaves, self._recording.tensors)
         marks = ((path, recompute_mark(inner)) for path, inner in places[1:])
         marked = tuple((path, mark) for path, mark in marks if mark)
         key = (type(module), spec, signature, modes_now(), marked)

@@ -20,7 +20,7 @@ from ...reuse.ir.operators import changed_operand
 from ...reuse.ir.program import ModelTensor, Source, TensorKind, UserInput, wants_gradient
 from ...reuse.ir.torch_symbols import is_size
 from ...reuse.ir.types import TensorType
-from ...reuse.torch_names import own_attributes
+from ...reuse.torch_names import memory_id, own_attributes
 from ..tracing.torch_state import why_no_memory
 from ..tracing.torch_tensor_answers import TensorState, state_of
 from ..tracing.torch_tracing import Tracer, feeds_only_lifts, is_fake, made_of
@@ -35,6 +35,7 @@ class OutsideTensors:
         self.sources: dict[torch.fx.Node, Source] = {}
         self.fakes: dict[int, torch.Tensor] = {}  # ``id(real tensor) -> fake``
         self.real_ids: dict[int, int] = {}  # ``id(fake) -> id(real tensor)``
+        self.memories: dict[int | None, int] = {}  # of a fake -> of the real tensor
         self.classes: dict[int, type] = {}  # ``id(fake) -> class of the real tensor``
         # Nodes of constants made from Python data inside the forward.
         self.literals: set[torch.fx.Node] = set()
@@ -56,6 +57,8 @@ class OutsideTensors:
             self._tracer.track(fake, self.outside_node(tensor))
             self.fakes[id(tensor)] = fake
             self.real_ids[id(fake)] = id(tensor)
+            if not why_no_memory(tensor):
+                self.memories[memory_id(fake)] = memory_id(tensor)
             self.watch(fake, tensor)
         return fake
 

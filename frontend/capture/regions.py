@@ -36,8 +36,9 @@ from ...reuse.ir.operators import is_mutable, may_draw
 from ...reuse.ir.program import Control, ModelTensor, Program, RecomputeMark, Source, UserInput
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id, module_of
-from ..tracing.torch_state import Reading
+from ..tracing.torch_state import Reading, why_no_memory
 from ..tracing.torch_tracing import made_of, untraced_numbers, written_by
+from .outside_tensors import OutsideTensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,7 +284,7 @@ class OutputLeaf:
     type: TensorType | None = None
     requires_grad: bool = False
     alias_of: int = -1  # input whose storage a new tensor shares
-    storage_offset: int = 0
+    offset: int = 0  # how far behind that input's start the new tensor begins
     prototype: Tensor | None = None
 
 
@@ -383,30 +384,32 @@ _PLAIN_TYPES = (bool, int, str, type(None))
 class CallSignature:
     """Compares the arguments of calls in full: layouts, shared memory, and all other values.
 
-    With ``own_fakes``, ``id(fake) -> id(real tensor)`` of the model's tensors, it notices an
-    argument that is one of the block's own tensors.
+    With ``outside``, the model's tensors and their fakes, it notices an argument that is one of the
+    block's own tensors or shares memory with one.
     """
 
     __slots__ = ("_rows",)
 
-    def __init__(
-        self, module: nn.Module, leaves: Sequence[Any], own_fakes: Mapping[int, int]
-    ) -> None:
+    def __init__(self, module: nn.Module, leaves: Sequence[Any], outside: OutsideTensors) -> None:
         places: list[tuple[str, nn.Module]] = []
         freezer: Freezer | None = None
         rows: list[Any] = []
-        if any(id(leaf) in own_fakes for leaf in leaves):
+        memories = [memory_id(x) if isinstance(x, Tensor) else None for x in leaves]
+        if not outside.memories.keys().isdisjoint(memories):
             places = walk_modules(module)
             # An argument that is also the block's own tensor reaches the block in two ways.
-            rows = _own_tensors(places, leaves, own_fakes)
+            rows = _own_tensors(places, leaves, memories, outside)
         seen: dict[int, int] = {}
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                # Which arguments share memory decides what an in-place write changes.
-                memory = seen.setdefault(memory_id(leaf), len(seen))
+        begins: dict[int | None, int] = {}  # where the first argument of a memory begins
+        for leaf, memory in zip(leaves, memories, strict=True):
+            if memory is not None:
+                # Which arguments share memory decides what an in-place write changes. Where in that
+                # memory they lie does not: a forward that asks for it is refused.
                 same = seen.setdefault(id(leaf), len(seen))
                 offset = leaf.storage_offset()
-                rows.append((TensorType.of(leaf), leaf.requires_grad, memory, same, offset))
+                apart = offset - begins.setdefault(memory, offset)
+                number = seen.setdefault(memory, len(seen))
+                rows.append((TensorType.of(leaf), leaf.requires_grad, number, same, apart))
             elif type(leaf) in _PLAIN_TYPES:
                 rows.append((type(leaf), leaf))
             elif torch_pytree.is_container(leaf):  # its contents are compared by ``slots``
@@ -453,16 +456,27 @@ def _row_text(row: Any, other: Any) -> str:
 
 
 def _own_tensors(
-    places: Sequence[tuple[str, nn.Module]], leaves: Sequence[Any], own_fakes: Mapping[int, int]
+    places: Sequence[tuple[str, nn.Module]],
+    leaves: Sequence[Any],
+    memories: Sequence[int | None],
+    outside: OutsideTensors,
 ) -> list[Any]:
-    positions = {own_fakes.get(id(leaf)): i for i, leaf in enumerate(leaves)}
+    """Returns the block's tensors that share memory with an argument, and how."""
+    held: dict[int, list[int]] = {}
+    for position, memory in enumerate(memories):
+        if memory in outside.memories:
+            held.setdefault(outside.memories[memory], []).append(position)
     rows: list[Any] = []
     for path, inner in places:
         state = module_state(inner)
         for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items()):
-            position = positions.get(id(tensor))
-            if position is not None:
-                rows.append(("own tensor", path, name, position))
+            if tensor is None or why_no_memory(tensor):
+                continue
+            for position in held.get(memory_id(tensor), ()):
+                leaf = leaves[position]
+                is_same = outside.real_ids.get(id(leaf)) == id(tensor)
+                apart = tensor.storage_offset() - leaf.storage_offset()
+                rows.append(("own tensor", path, name, position, is_same, apart))
     return rows
 
 
