@@ -23,7 +23,7 @@ from ..autodiff.derivative import Derivative
 from ..autodiff.flows import saved_inputs
 from ..backend.run.planned import PlannedProgram, Runtime
 from ..backend.run.rank_program import RankPlan, RankProgram
-from ..reuse.errors import LazyInlineError, NotDifferentiatedError, PlanError
+from ..reuse.errors import LazyInlineError, NotDifferentiatedError, PipelineError, PlanError
 from ..reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
 from ..reuse.ir.torch_symbols import Values, type_at
 from .capture.regions import CapturedModel, Sizes
@@ -45,6 +45,7 @@ from .passes.context import Context
 from .passes.link import ManyShapes, describe_gpu, link_program, linked
 from .passes.mesh import plan_mesh, plan_stages, shard, shard_stages
 from .passes.numbers import results_at
+from .passes.rank import RankCompilation
 from .passes.stages import choose_recompute
 from .passes.state import (
     Compilation,
@@ -107,6 +108,8 @@ GOALS: dict[GoalKind, str] = {
 _DECOMPOSE = between(PASSES, "decompose", "decompose")
 _LOWER = between(PASSES, "lower", "lower")
 _LINK = between(PASSES, "link", "link")
+
+_ATTEMPTS = 6  # how often to save less before giving up on a bound
 
 
 def passes_for(kind: GoalKind) -> Sequence[Pass]:
@@ -432,6 +435,23 @@ def _linked(lowered: Compilation) -> Compilation:
     if lowered.shapes is not None and lowered.values is not None:
         known = lowered.shapes.known(lowered, lowered.values)
     return run(_LINK, lowered) if known is None else known
+
+
+def fitted(state: RankCompilation) -> RankCompilation:
+    """Runs the passes from recompute to link, with less memory each time until the plan fits."""
+    for attempt in range(_ATTEMPTS):
+        made = run(between(PASSES, "recompute", "link"), state)
+        limit = stages.limit_bytes(made, state.rank)
+        held = made.planned.plan.held_bytes if made.planned is not None else 0
+        if limit is None or held <= limit:
+            return made
+        # Increasing steps, because more recompute needs more scratch.
+        more = (attempt + 1) * (held - limit)
+        state = replace(state, withheld_bytes=state.withheld_bytes + more)
+    raise PipelineError(
+        f"A step of rank {state.rank} needs {held} bytes, and may hold {limit}. Allow more, or use "
+        "more ranks or smaller micro-batches."
+    )
 
 
 def note_recompute(state: Compilation) -> None:

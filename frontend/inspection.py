@@ -280,7 +280,7 @@ def _texts(state: Compilation, width: int) -> dict[str, str]:
 # ---- files ---------------------------------------------------------------------------------------
 
 _OF_RANKS = re.compile(
-    r"(?P<place>(mesh/(?P<mesh>[0-9]{1,7})/)?programs/0/(stages/(?P<stage>[0-9]{1,7})/)?)"
+    r"(?P<place>ranks/(?P<rank>[0-9]{1,7})/programs/0/(stages/(?P<stage>[0-9]{1,7})/)?)"
     r"(?P<kind>step|forward|backward)\.txt"
 )
 
@@ -340,14 +340,15 @@ def _alike(parts: Parts) -> tuple[dict[str, int], list[tuple[list[int], _Texts]]
         mesh = SavedMesh.read(told["mesh"], None, has_stages="ranks" in told)
         axes, by_place = dict(mesh.axes), [[rank] for rank in mesh.row]
     elif "ranks" in told:
-        (_, ranks, _, replicas), table = told["ranks"][1], read_table(told["ranks"])
+        read_table(told["ranks"])  # which checks the sizes
+        _, ranks, _, replicas = told["ranks"][1]
         axes = {"data": replicas, "pipeline": ranks}
-        by_place = [range(rank, ranks * replicas, ranks) for rank in table.rank_of]
+        by_place = [range(rank, ranks * replicas, ranks) for rank in range(ranks)]
     texts: dict[int, _Texts] = {}
     for found in filter(None, map(_OF_RANKS.fullmatch, parts.names if by_place else ())):
         stage = found["stage"]
         what = found["kind"] if stage is None else f"{found['kind']} of stage {stage}"
-        for rank in by_place[int(found["mesh"] or stage)]:
+        for rank in by_place[int(found["rank"])]:
             texts.setdefault(rank, {})[what] = found["place"], found["kind"]
     # Each text is read once, and only its digest is kept.
     digest = cache(lambda one: sha256(parts.read(f"{''.join(one)}.txt")).digest())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from torch import Tensor, nn
 
 from ..autodiff.training_program import StepProgram
-from ..backend.arena import ArenaPlan
 from ..backend.gpu.targets import target_named
 from ..pipeline_parallel.mesh.layouts import Links
 from ..pipeline_parallel.mesh.plan import PIPELINE, MeshPlan, Placements
@@ -27,7 +26,6 @@ from ..reuse.ir.costs import CPU, CUDA, Rates
 from ..reuse.ir.program import Leaf, RecomputeMark, walk_closures
 from ..reuse.ir.types import TensorType
 from .compiler import Compiler
-from .guard import Guard
 from .marks import shard_mark
 from .options import LossModel, Options
 from .passes.numbers import note_examples
@@ -256,38 +254,6 @@ def parts_elsewhere(
     layouts = {id(p): plan.parameters.get(name, ()) for name, p in model.named_parameters()}
     sizes = [size for _, size in plan.axes]
     return lambda one: _part(one.detach(), sizes, coordinate, layouts.get(id(one), ()))
-
-
-@dataclass(frozen=True)
-class KeptOnMesh:
-    """The part of a file for a rank's step, or its pipeline stages, over a mesh."""
-
-    model: nn.Module
-    guard: Guard
-    lowered: Compilation  # the state of its compile before link
-    plans: Sequence[ArenaPlan]  # the memory plans of a step
-    part_of: Callable[[Tensor], Tensor]  # returns the rank's part of a tensor
-    mesh: Any  # with the pipeline's dimension
-    rank: int
-    asked: Any = None  # for stages, the arguments of the pipeline
-    # A context in which the modules hold the captured parameters.
-    as_captured: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """The names and sizes of the mesh's dimensions."""
-        return tuple(zip(self.mesh.mesh_dim_names, self.mesh.mesh.shape, strict=True))
-
-    @property
-    def row(self) -> list[int]:
-        """All ranks, in the order of the mesh."""
-        ranks: list[int] = self.mesh.mesh.flatten().tolist()
-        return ranks
-
-    @property
-    def position(self) -> int:
-        """The position of the rank in ``row``."""
-        return self.row.index(self.rank)
 
 
 def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:

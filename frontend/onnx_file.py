@@ -138,8 +138,7 @@ def export_onnx(
     """
     with one_at_a_time():
         target = pathlib.Path(path)
-        _check_installed()
-        _check_options(target, opset)
+        _check_call(target, opset)
         arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
         if dynamic_shapes is not None and (train or not isinstance(model, nn.Module)):
             raise ExportError(
@@ -158,16 +157,13 @@ def export_onnx(
         return _write(built, subject, names, target, verify=verify, external_data=external_data)
 
 
-def _check_installed() -> None:
+def _check_call(path: pathlib.Path, opset: int) -> None:
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise ExportError(
             f"export_onnx needs {' and '.join(missing)}, not installed here: "
             "pip install 'lazyinline[onnx]'."
         )
-
-
-def _check_options(path: pathlib.Path, opset: int) -> None:
     if not MIN_OPSET <= opset <= MAX_OPSET:
         raise ExportError(f"opset={opset}: from {MIN_OPSET} to {MAX_OPSET} can be written.")
     if not path.resolve().parent.is_dir() or path.is_dir():

@@ -309,14 +309,13 @@ def _check_signature(operator: Any, rule: rules.Rule) -> None:
 def _check_is_first(operator: Any, rule: rules.Rule) -> None:
     """Refuses a second rule, except a redefinition of the first (notebook cell, module reload)."""
     present = rules.rule_of(operator)
-    if present is not None and not _is_defined_anew(present.function, rule.function):
+    if present is None:
+        return
+    names = [
+        (getattr(f, "__module__", ""), getattr(f, "__qualname__", "<lambda>"))
+        for f in (present.function, rule.function)
+    ]
+    if names[0] != names[1] or names[0][1].endswith("<lambda>"):
         raise DecompositionError(
             f"{operator} has a rule already ({present.place}); {rule.place} would be a second."
         )
-
-
-def _is_defined_anew(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
-    names = [
-        (getattr(f, "__module__", ""), getattr(f, "__qualname__", "<lambda>")) for f in (old, new)
-    ]
-    return names[0] == names[1] and not names[0][1].endswith("<lambda>")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..autodiff.flows import Draws
 from ..autodiff.training_program import Sums
+from ..backend.arena import ArenaPlan
 from ..backend.kernels.lower import BackendName
 from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
@@ -31,13 +32,12 @@ from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.printer import text_to_compare
 from ..reuse.ir.program import ModelTensor, tensor_type
 from ..reuse.ir.types import in_own_storage
-from .autograd.torch_engine import have_hooks
+from .autograd.torch_engine import have_hooks, set_gradients
 from .capture.blocks import Reuse
 from .compiler import PASSES, made_by
 from .guard import Guard
 from .mesh_placement import (
     AskedPlan,
-    KeptOnMesh,
     MeshParameters,
     gradient_of,
     local_part,
@@ -53,7 +53,15 @@ from .passes.mesh import rank_orders, sharded_step, sharder_of
 from .passes.programs import PARTS, tensor_name
 from .passes.rank import Split, Splitting
 from .passes.state import Compilation, State, Subject, between, run, step_goal
-from .pipeline import AskedPipeline, Pipeline, check_sums, fitted, table_of
+from .pipeline import (
+    AskedPipeline,
+    Elsewhere,
+    KeptRank,
+    Pipeline,
+    check_sums,
+    made_elsewhere,
+    table_of,
+)
 from .refusals import check_example, check_leaves, check_runnable
 from .tracing.torch_state import mode_around, refuse_mode
 
@@ -80,7 +88,7 @@ def parallelize(
     reuse: Reuse = "auto",
     backend: BackendName = "inductor",
     timeout_s: float = 300.0,
-) -> ParallelStep | ParallelPipeline | ParallelElsewhere:
+) -> ParallelStep | ParallelPipeline | Elsewhere:
     """Compiles a training step over a device mesh; call it on every rank alike.
 
     The model's parameters become DTensors in place, with the values of rank 0: make the optimizer
@@ -146,7 +154,10 @@ def parallelize(
         table = table_of(schedule, num_stages or number, number, micro_batches)
         context, splitting = Context(options), Splitting(split)
         pipe = AskedPipeline(whole, batch, context, ranks, table, splitting, on_mesh)
-        return stages_elsewhere(pipe) if is_elsewhere else ParallelPipeline(pipe)
+        if not is_elsewhere:
+            return ParallelPipeline(pipe)
+        made = made_elsewhere(pipe, _of_each_rank)
+        return Elsewhere([_kept(whole, guard, one, at, pipe) for at, guard, one in made])
 
 
 def for_checkpoint(state: _State) -> _State:
@@ -309,11 +320,11 @@ class ParallelStep:
             return torch.stack(list(outputs[: self._num_parts])).mean()
 
     @property
-    def kept_on_mesh(self) -> KeptOnMesh:
-        """Returns its parts that a file holds."""
-        own, placed = (self._guard, self._lowered, self._runner.plans), self._parameters
-        at = placed.part_of, self._mesh, self._mesh.get_rank()
-        return KeptOnMesh(self.model, *own, *at, as_captured=placed.as_captured)
+    def kept(self) -> list[KeptRank]:
+        """What a file holds of this rank."""
+        own, placed = (self.model, self._guard, self._lowered), self._parameters
+        at = self._runner.plans, self._mesh, self._mesh.get_rank()
+        return [KeptRank(*own, None, None, *at, placed.part_of, placed.as_captured)]
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page: placements and collectives, the program, its memory, its passes.
@@ -368,9 +379,7 @@ class ParallelStep:
         if not self._given:
             made = outputs[self._num_parts : self._num_parts + len(self._trained)]
             self._given = list(map(gradient_of, self._trained, map(in_own_storage, made)))
-        for parameter, gradient in zip(self._trained, self._given, strict=True):
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+        set_gradients(self._trained, self._given)
 
 
 class ParallelPipeline(Pipeline):
@@ -384,7 +393,7 @@ class ParallelPipeline(Pipeline):
     def __init__(self, asked: AskedPipeline, read: Mapping[str, Tensor] | None = None) -> None:
         self._read = read or {}
         super().__init__(asked)
-        (state,) = self._made
+        state = self._made
         self._mesh, self._batch_placements = state.on_mesh.mesh, state.layouts.batch
         self._agreement = _Agreement(self._mesh)
         # A loaded pipeline compares less: to predict other ranks would read all their operators.
@@ -406,12 +415,11 @@ class ParallelPipeline(Pipeline):
         return self._ranks.broadcast(loss, self._loss_type, self._table.rank_of[-1])
 
     @property
-    def kept_on_mesh(self) -> KeptOnMesh:
-        """Returns its parts that a file holds."""
-        (state,), asked = self._made, self._asked
-        own, placed = (asked.model.model, self._guard, state, ()), self._on_mesh
-        at = placed.part_of, state.on_mesh.whole, self._mesh.get_rank()
-        return KeptOnMesh(*own, *at, asked, placed.as_captured)
+    def kept(self) -> list[KeptRank]:
+        """What a file holds of this rank."""
+        own, mesh = (self._model.model, self._guard, self._made), self._made.on_mesh.whole
+        at, placed = (mesh, mesh.get_rank()), self._on_mesh
+        return [KeptRank(*own, self._asked, None, (), *at, placed.part_of, placed.as_captured)]
 
     def _first_value(self, source: ModelTensor) -> Tensor:
         return local_part(self._read.get(tensor_name(source.name), source.tensor))
@@ -477,26 +485,7 @@ class _Agreement:
             self.ranks.check_same_values({"random state": torch.get_rng_state()}, text)
 
 
-class ParallelElsewhere:
-    """A step over a mesh that is compiled for ranks on other machines, for ``save`` to write.
-
-    Made by :func:`.parallel.parallelize`. The model's parameters are not changed.
-    """
-
-    def __init__(self, kept: Sequence[KeptOnMesh]) -> None:
-        self.kept_on_mesh, first = sorted(kept, key=lambda one: one.position), kept[0]
-        self.model, state = first.model, first.lowered
-        self.plan, self.last_report = state.layouts, state.report
-
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises PlanError, because its ranks are elsewhere."""
-        raise PlanError(
-            "This step was compiled for ranks that are not here: lazyinline.save it, and "
-            "lazyinline.load the file on each of them."
-        )
-
-
-def step_elsewhere(state: Compilation) -> ParallelElsewhere:
+def step_elsewhere(state: Compilation) -> Elsewhere:
     """Compiles the step of each rank of a mesh; programs that ranks share are compiled once."""
     subject, linked = state.subject, dict[str, Compilation]()
     assert subject is not None
@@ -516,21 +505,8 @@ def step_elsewhere(state: Compilation) -> ParallelElsewhere:
             runs = linked[text].runs
             assert isinstance(runs, PlannedProgram)
             lowered = replace(linked[text], subject=None, flats={}, runs=None, sharder=None)
-            kept.append(_kept(subject.model, guard, lowered, runs.plans, coordinate))
-    return ParallelElsewhere(kept)
-
-
-def stages_elsewhere(asked: AskedPipeline) -> ParallelElsewhere:
-    """Compiles the stages of each rank of a mesh with a pipeline dimension."""
-    state = asked.begun()
-    guard, kept = asked.guard(state), []
-    state = run(between(PASSES, "plan", "autodiff"), state)
-    with state.context.cached(state.report):
-        for coordinate, one in _of_each_rank(state):
-            for rank in range(asked.ranks.num_ranks):
-                made = replace(fitted(replace(one, rank=rank)), sharder=None)
-                kept.append(_kept(asked.model, guard, made, (), coordinate, asked))
-    return ParallelElsewhere(kept)
+            kept.append(_kept(subject.model, guard, lowered, coordinate, plans=runs.plans))
+    return Elsewhere(kept)
 
 
 def _of_each_rank(state: State) -> Iterator[tuple[tuple[int, ...], State]]:
@@ -556,16 +532,15 @@ def _kept(
     whole: nn.Module,
     guard: Guard,
     lowered: Any,
-    plans: Sequence[Any],
     coordinate: Sequence[int],
     asked: AskedPipeline | None = None,
-) -> KeptOnMesh:
+    plans: Sequence[ArenaPlan] = (),
+) -> KeptRank:
     """Returns what a file holds of the rank at a coordinate of the mesh without pipeline."""
     assert isinstance(whole, LossModel)
     on_mesh, place = lowered.on_mesh, list(coordinate)
-    mesh = on_mesh.mesh if asked is None else on_mesh.whole
+    mesh = on_mesh.whole or on_mesh.mesh
     if asked is not None:
         place.insert(mesh.mesh_dim_names.index(stage_dimension(mesh)), lowered.rank)
-    part_of_rank = parts_elsewhere(whole.model, lowered.layouts, coordinate)
-    own = whole.model, guard, lowered, plans, part_of_rank
-    return KeptOnMesh(*own, mesh, int(mesh.mesh[tuple(place)]), asked)
+    own, rank = (whole.model, guard, lowered, asked, None, plans), int(mesh.mesh[tuple(place)])
+    return KeptRank(*own, mesh, rank, parts_elsewhere(whole.model, lowered.layouts, coordinate))

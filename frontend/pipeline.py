@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -11,22 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from ..autodiff.training_program import NotUpdatedError, Sums
+from ..backend.arena import ArenaPlan
 from ..backend.kernels.lower import BackendName
 from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.cut import Stage
+from ..pipeline_parallel.mesh.plan import MeshPlan
 from ..pipeline_parallel.plan import Progress
 from ..pipeline_parallel.process_groups import Ranks, ranks_elsewhere, ranks_of, users_of
 from ..pipeline_parallel.stage_derivative import StageDraws
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
-from ..reuse.errors import PipelineError, door
+from ..reuse.errors import PipelineError, PlanError, door
+from ..reuse.evidence.root_evidence import Check
 from ..reuse.ir.costs import CPU, CUDA
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
-from .autograd.torch_engine import have_hooks, pass_through_autograd
+from .autograd.torch_engine import set_gradients
 from .capture.blocks import Reuse
-from .compiler import PASSES, made_by
+from .compiler import PASSES, fitted, made_by
 from .guard import Guard
 from .options import Batch, LossFunction, LossModel, Options, check_count
 from .page.page import ShownPlan
@@ -43,14 +47,10 @@ from .passes.rank import (
     started,
     sum_names,
 )
-from .passes.stages import limit_bytes
 from .passes.state import OnMesh, Subject, between, run
 from .refusals import check_example, check_leaves, check_runnable
-from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
+from .torch_optimizer import StepOptimizer, step_optimizer
 from .tracing.torch_state import mode_around, refuse_mode
-
-# How often to save less before giving up on a bound.
-_ATTEMPTS = 6
 
 
 @door
@@ -74,7 +74,7 @@ def pipeline(
     optimizer: torch.optim.Optimizer | None = None,
     max_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
-) -> Pipeline:
+) -> Pipeline | Elsewhere:
     """Splits a model into stages and compiles this rank's; call it on every rank alike.
 
     Args:
@@ -132,7 +132,12 @@ def pipeline(
         table,
         Splitting(split, memory_bytes_per_rank),
     )
-    return (PipelineElsewhere if is_elsewhere else Pipeline)(asked, update)
+    if not is_elsewhere:
+        return Pipeline(asked, update)
+    if update is not None:
+        update.groups()
+    made = made_elsewhere(asked)
+    return Elsewhere([KeptRank(model, guard, one, asked, update) for _, guard, one in made])
 
 
 def table_of(schedule: str, num_stages: int, num_ranks: int, micro_batches: int) -> ActionTable:
@@ -198,6 +203,36 @@ class AskedPipeline:
         return own
 
 
+@dataclass(frozen=True)
+class KeptRank:
+    """What a file holds of one rank: its step over a mesh, or its stages."""
+
+    model: nn.Module
+    guard: Guard
+    lowered: Any  # the state of its compile before link
+    asked: AskedPipeline | None = None  # for stages, the arguments of the pipeline
+    optimizer: StepOptimizer | None = None
+    plans: Sequence[ArenaPlan] = ()  # the memory plans of a step
+    mesh: Any = None  # with the pipeline's dimension
+    rank: int = 0  # over a mesh
+    part_of: Callable[[Tensor], Tensor] = lambda tensor: tensor  # the rank's part of a tensor
+    # A context in which the modules hold the captured parameters.
+    as_captured: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def row(self) -> Sequence[int]:
+        """The ranks that a file is for, in order; without a mesh, those of one replica."""
+        if self.asked is not None and self.mesh is None:
+            return self.asked.ranks.rows[0]
+        ranks: list[int] = self.mesh.mesh.flatten().tolist()
+        return ranks
+
+    @property
+    def position(self) -> int:
+        """The position of the rank in ``row``."""
+        return self.lowered.rank if self.mesh is None else self.row.index(self.rank)
+
+
 class Pipeline:
     """One rank's part of a pipeline. Made by :func:`pipeline`.
 
@@ -223,11 +258,12 @@ class Pipeline:
         state = state if asked.opened else run(between(PASSES, "plan", "autodiff"), state)
         state = self._fitted_with_update(state)
         state = state if asked.opened else run(between(PASSES, "predict"), state)
-        self._made: tuple[RankCompilation, ...] = (state,)
+        self._made = state
         self.last_report.made = made_by(state)
         self._derived, self._updates = state.own, state.updates
         self._updated = {source.name for one in state.updates for source in one.parameters}
-        self._state: tuple[list[Tensor], StateFacts] | None = None
+        self._more: list[Tensor] = []  # the optimizer's tensors that updates take
+        self._has_its_state: Check = lambda: False
         self._token: object = None
         self._loss_type = tensor_type(program.outputs[0])
         assert isinstance(state.runs, RankProgram)
@@ -256,13 +292,7 @@ class Pipeline:
     @cached_property
     def plan(self) -> ShownPlan:
         """The stages with their predicted time and memory. ``print(pipe.plan)`` shows them."""
-        state, report = self._made[0], self.last_report
-        # For a loaded pipeline predicted on demand, because it reads the operators of all stages.
-        state = run(between(PASSES, "predict"), state) if state.predicted is None else state
-        more: dict[str, Any] = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
-        if state.mesh_plan is not None and state.planned is not None:
-            more["memory"] = rank_memory(state)
-        return ShownPlan.of(state.plan, report, rank=state.rank, **more)
+        return shown_plan(self._made)
 
     def _fitted_with_update(self, state: RankCompilation) -> RankCompilation:
         """Compiles with the optimizer's update in the program, if every rank can do so."""
@@ -286,16 +316,17 @@ class Pipeline:
         return made
 
     def _fitted_in_turn(self, state: RankCompilation) -> RankCompilation:
-        return self._asked.together(partial(self._made_in_turn, state))
-
-    def _made_in_turn(self, state: RankCompilation) -> RankCompilation:
-        # Ranks that share a cache compile in turn: the others find what the first one built.
-        place = state.context.cache_place
-        with self._ranks.leader_first(place), state.context.cached(self.last_report):
-            if self._asked.opened:  # then only the parts of the file that launches need are read
+        def made() -> RankCompilation:
+            # Ranks that share a cache compile in turn: the others find what the first one built.
+            place = state.context.cache_place
+            with self._ranks.leader_first(place), state.context.cached(self.last_report):
+                if not self._asked.opened:
+                    return fitted(state)
+                # Only the parts of the file that launches need are read.
                 first = "update" if state.goal.updates else "lower"
                 return run(between(PASSES, first, "link"), state)
-            return fitted(state)
+
+        return self._asked.together(made)
 
     def _present_parameters(self) -> dict[str, Tensor]:
         present = self._held()
@@ -346,7 +377,7 @@ class Pipeline:
             >>> dcp.save(pipe.state_dict(), checkpoint_id=folder)
             >>> dcp.load(pipe.state_dict(), checkpoint_id=folder)
         """
-        own = self._asked.ids_of(self._made[0], self._held())
+        own = self._asked.ids_of(self._made, self._held())
         whole = self._model.model.state_dict(keep_vars=True)
         return {name: t.detach() for name, t in whole.items() if id(t) in own}
 
@@ -356,11 +387,10 @@ class Pipeline:
         return None if self._optimizer is None else self._optimizer.optimizer
 
     @property
-    def kept(
-        self,
-    ) -> tuple[AskedPipeline, Guard, tuple[RankCompilation, ...], StepOptimizer | None]:
-        """The parts that a file holds, with the compiles of this process's ranks."""
-        return self._asked, self._guard, self._made, self._optimizer
+    def kept(self) -> list[KeptRank]:
+        """What a file holds of this rank."""
+        own = self._model.model, self._guard, self._made
+        return [KeptRank(*own, self._asked, self._optimizer)]
 
     def _own_tensors(self) -> list[ModelTensor]:
         return [s for d in self._derived for s in d.stage.model_tensors]
@@ -448,14 +478,12 @@ class Pipeline:
                 f"The optimizer no longer fits this pipeline: {why}. Make a new pipeline."
             )
         self._token = self._guard.token
-        if self._state is None or not self._state[1].hold(None):
-            tensors: list[Tensor] = []
+        if not self._has_its_state():
+            self._more = []
             for one, parameters in zip(self._updates, own, strict=True):
-                found, facts = self._optimizer.bound(one.step.updates, parameters)
-                tensors += found
-                self._state = tensors, facts
-        assert self._state is not None
-        return self._state[0]
+                found, self._has_its_state = self._optimizer.bound(one.step.updates, parameters)
+                self._more += found
+        return self._more
 
     @door
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -496,49 +524,54 @@ class Pipeline:
         parameters, sums = self._present_parameters(), self._sums.buffers
         mine = sums.keys() - self._updated
         given = {p: self._gradient(p, sums[name]) for name, p in parameters.items() if name in mine}
-        if have_hooks(list(given)):
-            pass_through_autograd(list(given), list(given.values()))
-            return
-        for parameter, gradient in given.items():
-            # Every step uses the same sum buffers, so only the first step has to assign them.
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+        set_gradients([*given], [*given.values()])
 
 
-class PipelineElsewhere(Pipeline):
-    """A pipeline compiled for ranks on other machines, to be saved. Made by :func:`pipeline`."""
+def shown_plan(state: RankCompilation) -> ShownPlan:
+    """Returns the predicted time and memory of a linked rank's pipeline."""
+    # For a loaded pipeline predicted on demand, because it reads the operators of all stages.
+    state = run(between(PASSES, "predict"), state) if state.predicted is None else state
+    more: dict[str, Any] = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
+    if state.mesh_plan is not None and state.planned is not None:
+        more["memory"] = rank_memory(state)
+    return ShownPlan.of(state.plan, state.report, rank=state.rank, **more)
 
-    def __init__(self, asked: AskedPipeline, optimizer: StepOptimizer | None) -> None:
-        state = asked.begun()
-        self._asked, self._model, self._optimizer = asked, asked.model, optimizer
-        self._guard, self.last_report, self._parameters = asked.guard(state), state.report, {}
-        state = run(between(PASSES, "plan", "autodiff"), state)
-        if optimizer is not None:
-            optimizer.groups()
-        ranks = (replace(state, rank=rank) for rank in range(asked.ranks.num_ranks))
-        with state.context.cached(state.report):
-            self._made = tuple(map(fitted, ranks))
+
+class Elsewhere:
+    """A step that is compiled for ranks on other machines, for ``save`` to write.
+
+    Made by :func:`pipeline` and :func:`.parallel.parallelize`, which leave the model as it is.
+    """
+
+    def __init__(self, kept: Sequence[KeptRank]) -> None:
+        self.kept, first = sorted(kept, key=lambda one: one.position), kept[0]
+        self.model, self.last_report = first.model, first.lowered.report
+
+    @cached_property
+    def plan(self) -> ShownPlan | MeshPlan:
+        """The stages with their predicted time and memory; over a mesh, the placements."""
+        state = self.kept[0].lowered
+        return shown_plan(state) if state.goal.on_mesh is None else state.layouts
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises PipelineError, because its ranks are elsewhere."""
-        raise PipelineError(
-            "This pipeline was compiled for ranks that are not here: lazyinline.save it, and "
+        """Raises PipelineError, or PlanError if it has no stages: its ranks are elsewhere."""
+        raise (PlanError if self.kept[0].asked is None else PipelineError)(
+            "This step was compiled for ranks that are not here: lazyinline.save it, and "
             "lazyinline.load the file on each of them."
         )
 
 
-def fitted(state: RankCompilation) -> RankCompilation:
-    """Runs the passes from recompute to link, with less memory each time until the plan fits."""
-    for attempt in range(_ATTEMPTS):
-        made = run(between(PASSES, "recompute", "link"), state)
-        limit = limit_bytes(made, state.rank)
-        held = made.planned.plan.held_bytes if made.planned is not None else 0
-        if limit is None or held <= limit:
-            return made
-        # Increasing steps, because more recompute needs more scratch.
-        more = (attempt + 1) * (held - limit)
-        state = replace(state, withheld_bytes=state.withheld_bytes + more)
-    raise PipelineError(
-        f"A step of rank {state.rank} needs {held} bytes, and may hold {limit}. Allow more, or use "
-        "more ranks or smaller micro-batches."
-    )
+def made_elsewhere(
+    asked: AskedPipeline, each: Callable[[RankCompilation], Iterable[Any]] = lambda one: [((), one)]
+) -> Iterator[tuple[Sequence[int], Guard, RankCompilation]]:
+    """Compiles the stages of each rank, given its coordinates in a mesh and states from ``each``.
+
+    Yields a coordinate, the guard of the captured model, and the rank's compile.
+    """
+    state = asked.begun()
+    guard = asked.guard(state)
+    state = run(between(PASSES, "plan", "autodiff"), state)
+    with state.context.cached(state.report):
+        for coordinate, one in each(state):
+            for rank in range(asked.ranks.num_ranks):
+                yield coordinate, guard, replace(fitted(replace(one, rank=rank)), sharder=None)

@@ -20,6 +20,7 @@ from ..autodiff.training_program import UpdateGroup, Updates
 from ..backend.cache import decode_value, encode_value
 from ..backend.launches.torch_native import Hold
 from ..reuse.errors import FileError, PlanError
+from ..reuse.evidence.root_evidence import Check, IdentityChecks
 from ..reuse.ir.torch_updates import ADAM, ADAM_SETTINGS, SGD_SETTINGS
 from ..reuse.ir.torch_updates import SGD as SGD_UPDATE
 from ..reuse.ir.types import TensorType, reach
@@ -208,11 +209,12 @@ class StepOptimizer:
             self._scaler.update()
 
     def bound(
-        self, updates: Updates, parameters: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], StateFacts]:
-        """Returns the tensors that a program takes besides the model's, and facts of their state.
+        self, updates: Updates, parameters: Sequence[torch.Tensor], hold: Hold | None = None
+    ) -> tuple[list[torch.Tensor], Check]:
+        """Returns the tensors that a program takes besides the model's.
 
-        Missing state is created, as PyTorch creates it before the first step.
+        Missing state is created, as PyTorch creates it before the first step. The second result
+        says at each step whether the state still consists of the same tensors.
         """
         for index in updates.parameters:
             # The program sets no gradient, so an older one must not stay.
@@ -222,7 +224,11 @@ class StepOptimizer:
             _make_state(self.optimizer.state[parameters[index]], name, parameters[index])
         tensors = [self.optimizer.state[parameters[i]][name] for i, name in updates.state]
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
-        return [*tensors, *self._settings], StateFacts(self.optimizer)
+        checks, state = IdentityChecks(), self.optimizer.state
+        checks.attribute(self.optimizer, "state", state)
+        for table in (state, *state.values()):
+            checks.values(table)
+        return [*tensors, *self._settings], checks.function(hold)
 
 
 def step_optimizer(
@@ -290,29 +296,6 @@ def optimizer_state(optimizer: StepOptimizer, names: Mapping[int, str]) -> dict[
         for name, tensor in held.items()
         if isinstance(tensor, torch.Tensor)
     }
-
-
-class StateFacts:
-    """The state of an optimizer at the time when a program was bound to it."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._state = optimizer, optimizer.state
-        tables: list[Mapping[Any, Any]] = [self._state, *self._state.values()]
-        self._values = tuple(
-            fact for table in tables for fact in (table, None, tuple(table.values()))
-        )
-
-    def hold(self, native: Hold | None) -> bool:
-        """Whether the state still consists of the same tensors; checked at each step."""
-        if self._optimizer.state is not self._state:
-            return False
-        if native is not None:
-            return native((), (), self._values, (), (), ())
-        tables: Any = zip(self._values[::3], self._values[2::3], strict=True)
-        return all(
-            len(table) == len(held) and all(map(operator.is_, table.values(), held))
-            for table, held in tables
-        )
 
 
 def _why_not(group: Mapping[str, Any], devices: Collection[str]) -> str:

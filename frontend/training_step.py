@@ -18,6 +18,7 @@ from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
 from ..reuse.evidence.module_state import walk_modules
+from ..reuse.evidence.root_evidence import Check
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor
 from ..reuse.process import ProcessLock
@@ -34,7 +35,7 @@ from .guard import Inputs
 from .options import Batching, Boundaries, LossFunction, LossModel, Options, split
 from .passes.state import step_goal
 from .sizes.shapes import CompileResult
-from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
+from .torch_optimizer import StepOptimizer, step_optimizer
 from .tracing.torch_state import autograd_mode_around, mode_around, refuse_mode
 
 
@@ -318,8 +319,7 @@ class _StepEntry:
         self._optimizer = optimizer
         self._updates = compiled.step.updates
         self.is_updating = bool(self._updates.parameters)  # inside the program
-        self._state: StateFacts | None = None
-        self._hold = compiled.hold
+        self._has_its_state: Check | None = None  # of the optimizer
         runner = compiled.runner
         native = runner.native
         # With a native ``move``, no operator runs that the caller's modes could affect.
@@ -443,9 +443,12 @@ class _StepEntry:
         """Returns the lease, if the model and its gradients are as the last step left them."""
         if self.guard.token is not self._token or self.handed is None:
             return None
-        if self._state is not None and not self._state.hold(self._hold):
+        if not self._is_bound_to_state():
             return None
         return self._lease if self.handed.are_as_left() else None
+
+    def _is_bound_to_state(self) -> bool:
+        return self._has_its_state is None or self._has_its_state()
 
     def _leased(self) -> Lease:
         """Returns the lease, a new one if the model's tensors or the arena moved."""
@@ -453,8 +456,8 @@ class _StepEntry:
             self.handed = None
         if self._lease is not None and not self._lease.has_its_arena():
             self.handed = self._lease = None
-        same_state = self._state is None or self._state.hold(self._hold)
-        if self._lease is not None and self.guard.token is self._token and same_state:
+        is_same = self.guard.token is self._token and self._is_bound_to_state()
+        if self._lease is not None and is_same:
             return self._lease
         self.handed = None
         refusals.check_leaves(zip(self._names, self._trained_of(self.guard.tensors), strict=True))
@@ -472,11 +475,12 @@ class _StepEntry:
             return []
         before = self._before
         known = before if self._is_bound_as(before) else None
-        if known and known._lease and known._state and known._state.hold(self._hold):
-            self._state = known._state
+        if known and known._lease and known._has_its_state and known._has_its_state():
+            self._has_its_state = known._has_its_state
             return known._lease.tensors[len(self._batch) + len(self.guard.tensors) : -1]
         self._compiled.runner.check_is_here()
-        state, self._state = self._optimizer.bound(self._updates, self.guard.tensors)
+        own = self._updates, self.guard.tensors, self._compiled.hold
+        state, self._has_its_state = self._optimizer.bound(*own)
         return state
 
     def _handed_of(self, outputs: Sequence[torch.Tensor]) -> HandedGradients:

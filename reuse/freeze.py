@@ -170,27 +170,20 @@ class Freezer:
 
         kind = type(value)
         if kind is types.FunctionType:
-            return (kind, self._freeze_function(value, item), ())
+            own = (Identity(value.__code__), Identity(value.__globals__), *_texts_of(value))
+            parts = tuple(map(item, function_parts(value)))
+            return (kind, (*own, parts, item(annotations_of(value))), ())
         kinds, whole = kinds_of(value), is_whole(kind)
         if kind is object or not (kinds or whole):  # object(): only its identity matters
             return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
         # An object with more state, in C, equals only itself, and only while these parts are equal.
-        parts = [] if whole else [Identity(value)]
+        held_parts = [] if whole else [Identity(value)]
         for row in kinds:
             held = row.read(value)
             ways = row.ways(value) if row.ways else repeat(NO_WAY)
-            parts += [item(part, way) for part, way in zip(held, ways, strict=False)]
+            held_parts += [item(part, way) for part, way in zip(held, ways, strict=False)]
         attributes = [(name, item(held, way)) for name, way, held in attribute_parts(value)]
-        return (kind, tuple(parts), tuple(attributes))
-
-    def _freeze_function(self, function: types.FunctionType, item: Callable[..., Any]) -> Any:
-        return (
-            Identity(function.__code__),
-            Identity(function.__globals__),
-            *_texts_of(function),
-            tuple(map(item, function_parts(function))),
-            item(annotations_of(function)),
-        )
+        return (kind, tuple(held_parts), tuple(attributes))
 
 
 def is_plain_builtin(value: Any) -> bool:

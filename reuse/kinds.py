@@ -271,10 +271,6 @@ def is_unrepeatable(value: Any) -> bool:
 # ---- attributes and slots ----------------------------------------------------------------------
 
 
-def _read_slots(value: Any) -> Sequence[Any]:
-    return [slot_contents(slot, value) for slot in slots_of(type(value))]
-
-
 def _put_slots(value: Any, items: Sequence[Any]) -> None:
     for slot, content in zip(slots_of(type(value)), items, strict=True):
         if content is not ABSENT:
@@ -297,7 +293,7 @@ def _put_object(value: Any, items: Sequence[Any]) -> None:
 
 
 OBJECT = Kind((), _read_object, put=_put_object)
-SLOTS = Kind((), _read_slots, put=_put_slots)
+SLOTS = Kind((), lambda v: [slot_contents(s, v) for s in slots_of(type(v))], put=_put_slots)
 
 
 # ---- functions ---------------------------------------------------------------------------------
@@ -345,10 +341,6 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _items_of_tuple(value: Any) -> Any:
-    return tuple.__iter__(value)  # a class derived from it may have no length (e3nn's Irrep)
-
-
 def _in_order(value: Any) -> Sequence[Any]:
     return [("item", i) for i in range(len(value))]
 
@@ -392,10 +384,7 @@ def _attributes(*names: str) -> Callable[[Any], Sequence[Any]]:
 
 
 _OF_PARTIAL = ("func", "args", "keywords", "__dict__")
-
-
-def _partial_ways(value: Any) -> Sequence[Way]:
-    return [("part", name) for name in _OF_PARTIAL]
+_PARTIAL_WAYS: Sequence[Way] = [("part", name) for name in _OF_PARTIAL]
 
 
 # ---- arrays, context variables, loggers --------------------------------------------------------
@@ -453,12 +442,13 @@ _VALUES = tuple(
 KINDS: tuple[Kind, ...] = (
     Kind((list,), _itself, _in_order, _put_items, is_whole=True),
     Kind(_TABLES, _entries, _entry_ways, _put_entries, is_whole=True),
-    Kind((tuple,), _items_of_tuple, _in_order, is_fixed=True, is_whole=True),
+    # By its iterator, because a class derived from it may have no length (e3nn's Irrep).
+    Kind((tuple,), lambda v: [*tuple.__iter__(v)], _in_order, is_fixed=True, is_whole=True),
     Kind((set,), list, None, _put_items, is_whole=True),
     Kind((frozenset,), list, is_fixed=True, is_whole=True),
     Kind((range, slice), _attributes("start", "stop", "step"), is_fixed=True, is_whole=True),
     Kind((types.MethodType,), _attributes("__func__", "__self__"), is_fixed=True, is_whole=True),
-    Kind((functools.partial,), _attributes(*_OF_PARTIAL), _partial_ways, is_whole=True),
+    Kind((functools.partial,), _attributes(*_OF_PARTIAL), lambda p: _PARTIAL_WAYS, is_whole=True),
     *_VALUES,
     Kind((collections.defaultdict,), _attributes("default_factory"), put=_put_factory),
     Kind((collections.deque,), _itself, _in_order, _put_items, is_whole=True),

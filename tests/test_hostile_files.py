@@ -472,7 +472,7 @@ def test_stages_of_others_and_missing_are_refused(
 ) -> None:
     path, parts = tmp_path / "pipe.lz", parts_in(staged)
     for name in ("forward.txt", "backward.txt", "boundary.json"):
-        first, second = (f"programs/0/stages/{number}/{name}" for number in (0, 1))
+        first, second = (f"ranks/0/programs/0/stages/{i}/{name}" for i in (0, 1))
         forged = parts | {first: parts[second], second: parts[first]}
         assert opened(written(forged), path), name
         without = {n: content for n, content in parts.items() if n != second}
@@ -518,7 +518,7 @@ def test_ranks_and_stages_that_there_are_not_are_refused(
 def test_gradients_that_nobody_sends_are_refused(
     row: int, alone: None, staged: bytes, tmp_path: Path
 ) -> None:
-    name = "programs/0/stages/1/boundary.json"
+    name = "ranks/0/programs/0/stages/1/boundary.json"
     parts = parts_in(staged)
     for wrong in ([99], [0, 0], [-1], [True]):
         told = json.loads(parts[name])

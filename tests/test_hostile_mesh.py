@@ -49,7 +49,7 @@ def test_a_file_of_a_mesh_is_opened_by_as_many_ranks_as_it_has(
             lazyinline.load(path, state_dict={})
 
 
-MODEL, STEP = "model.json", "mesh/0/programs/0/step.txt"
+MODEL, STEP = "model.json", "ranks/0/programs/0/step.txt"
 GATHER = "lazyinline.all_gather.default(%a0, 2, 'fsdp')"
 NO_MESH = "there is no mesh of such dimensions and ranks"
 LAYOUTS = {  # in place of S0
@@ -113,7 +113,7 @@ def test_ranks_whose_collectives_would_not_meet_are_refused(
 ) -> None:
     """One rank has a sum more than the other, and would wait for it for ever."""
     parts = parts_in(meshed)
-    name = "mesh/1/programs/0/step.txt"
+    name = "ranks/1/programs/0/step.txt"
     text = parts[name].decode()
     start = re.search(r"(  %\w+ = call @all_reduce_default\()%\w+(\)\n)", text)
     wait = re.search(r"  (%\w+) = call @wait_default_15\(%\w+\)\n", text)
@@ -159,7 +159,7 @@ def test_a_file_of_stages_over_a_mesh_is_opened_by_as_many_ranks(
                 lazyinline.load(path, state_dict={})
 
 
-FORWARD = "mesh/0/programs/0/stages/0/forward.txt"
+FORWARD = "ranks/0/programs/0/stages/0/forward.txt"
 AXES = '["pipeline",2],["tensor",2]'
 
 
@@ -286,7 +286,7 @@ def test_commands_show_what_ranks_run_once_and_which_run_the_same(
 
 
 @pytest.mark.sweep(keep="few")
-@pytest.mark.parametrize("count", [9, 2_000], ids=["few", "many"])
+@pytest.mark.parametrize("count", [12, 2_000], ids=["few", "many"])
 @pytest.mark.parametrize(("kind", "world"), [("piped", 1), ("meshed", 2), ("staged", 4)])
 def test_a_forged_file_of_several_ranks_is_refused_in_a_sentence(
     kind: str,

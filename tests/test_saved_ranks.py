@@ -442,8 +442,8 @@ def test_what_ranks_have_alike_is_traced_for_two_and_linked_for_one(
             tiny(1).float(), tokens(rows=8), mesh={"dp": size}, backend="eager"
         )
         numbers.append(len(traced))
-        assert len({id(one.lowered.programs) for one in made.kept_on_mesh}) == 1
-        assert len(made.kept_on_mesh) == size
+        assert len({id(one.lowered.programs) for one in made.kept}) == 1
+        assert len(made.kept) == size
     assert numbers[1] == 2 * numbers[0]
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import PlanError
-from lazyinline.autodiff.training_program import ORDERS, NotUpdatedError
+from lazyinline.autodiff.training_program import ORDERS, NotUpdatedError, Updates
 from lazyinline.backend.link.link import FlatProgram, Launch, check_flat
 from lazyinline.frontend.passes import programs
-from lazyinline.frontend.torch_optimizer import StateFacts
+from lazyinline.frontend.torch_optimizer import StepOptimizer
 from lazyinline.reuse.errors import VerifyError
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -226,10 +226,10 @@ def test_state_replaced_by_hand_is_what_the_next_step_reads() -> None:
                 for values in one.state.values():
                     values["exp_avg"] = torch.full_like(values["exp_avg"], 0.1)
     assert_same_training(model, expected, ours, theirs)
-    facts = StateFacts(ours)
-    assert facts.hold(None)
+    _, has_its_state = StepOptimizer(ours).bound(Updates(), [])
+    assert has_its_state()
     next(iter(ours.state.values()))["exp_avg"] = torch.zeros(1)
-    assert not facts.hold(None)
+    assert not has_its_state()
 
 
 def test_a_group_added_later_is_updated_and_others_keep_their_gradient() -> None:

@@ -69,7 +69,8 @@ def nested_forward(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 
 def _refuse_wrong(target: Any, results: list[Any], moving: Sequence[int], order: int) -> None:
-    real = {i for i, result in enumerate(results) if _is_real(result)}
+    tensors = {i: result for i, result in enumerate(results) if isinstance(result, Tensor)}
+    real = {i for i, x in tensors.items() if x.is_floating_point() or x.is_complex()}
     if real and not moving:
         raise PlanError("PyTorch knows no derivative of it.")
     if moving and order > 1 and not real <= set(moving):
@@ -94,10 +95,6 @@ def _derivatives_of(
                 # A new tensor: PyTorch wants a tangent to have the layout of its value.
                 given[k, operand] = coefficient * math.factorial(k)
     return given
-
-
-def _is_real(result: Any) -> bool:
-    return isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex())
 
 
 def _differentiable(target: Any, operands: Operands) -> list[int]:

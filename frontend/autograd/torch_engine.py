@@ -340,6 +340,17 @@ def _as_saved(tensor: Tensor, type_: TensorType, watching: str) -> Tensor:
 _grad_of = operator.attrgetter("grad")
 
 
+def set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Sets ``.grad`` of parameters where it is another tensor, and runs hooks."""
+    # PyTorch's engine runs the hooks, so all gradients go through it.
+    if have_hooks(parameters):
+        pass_through_autograd(parameters, gradients)
+        return
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is not gradient:
+            parameter.grad = gradient
+
+
 class HandedGradients:
     """The ``.grad`` tensors of parameters, on the memory to which a step writes its gradients.
 
@@ -377,14 +388,8 @@ class HandedGradients:
 
     def hand_out(self) -> None:
         """Sets ``.grad`` of every parameter, and runs hooks."""
-        self._given = []
-        # PyTorch's engine runs the hooks, so all gradients go through it.
-        if have_hooks(self._parameters):
-            pass_through_autograd(self._parameters, self._handed)
-            self._given = list(map(_grad_of, self._parameters))
-        elif not self._are_held():
-            for parameter, gradient in zip(self._parameters, self._handed, strict=True):
-                parameter.grad = gradient
+        set_gradients(self._parameters, self._handed)
+        self._given = list(map(_grad_of, self._parameters))
 
     def as_graph_of(self, loss: Tensor) -> Tensor:
         """Returns a loss whose backward sets the gradients, for wrappers that need one."""

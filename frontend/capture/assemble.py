@@ -445,17 +445,16 @@ def _changed_inputs(nodes: Sequence[Node], inputs: Sequence[Node], name: str) ->
     if not changed_memory:
         return ()
     changed = tuple(i for i, n in enumerate(inputs) if _storage(n) in changed_memory)
-    # The new value is copied back, so a changed storage must have one input, without overlap.
-    repeated = any(_repeats_itself(inputs[i].meta["val"]) for i in changed)
-    if repeated or len({_storage(inputs[i]) for i in changed}) < len(changed):
+    # The new value is copied back, so a changed storage must have one input, whose elements do not
+    # overlap (``expand``).
+    values = (inputs[i].meta["val"] for i in changed)
+    steps = (pair for x in values for pair in zip(x.shape, x.stride(), strict=True))
+    if any(size != 1 and step == 0 for size, step in steps) or len(
+        {_storage(inputs[i]) for i in changed}
+    ) < len(changed):
         node = changed_memory[_storage(inputs[changed[0]])]
         raise CrossingError(_alias_text(name, stamp_of(node).source))
     return changed
-
-
-def _repeats_itself(tensor: Tensor) -> bool:
-    """Whether elements overlap in memory (``expand``), so that writing one changes others."""
-    return any(n != 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _check_aliases(changed: Node, last_use: Mapping[Node, int], index: int, name: str) -> None:

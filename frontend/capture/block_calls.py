@@ -119,7 +119,7 @@ class TemplateMaker:
         source = self._tensors.sources.get(node)
         if not isinstance(source, ModelTensor):
             return "unknown", "it uses a tensor that is neither an argument nor one of its own"
-        path = evidence.tensor_path(source.tensor)
+        path = evidence.tensor_paths.get(id(source.tensor))
         if path is not None:
             return "own", path
         if evidence.is_fixed(source.tensor) or node in self._tensors.literals:
@@ -475,7 +475,7 @@ class BlockCalls:
         likely = sorted(reversed(known), key=lambda one: bool(differing(one.region.init_key)))
         for template in likely:
             compared = template.region.path
-            reason = template.evidence.mismatch_at(call.places)
+            reason = template.evidence.mismatch(call.places)
             found: FoundSlots | str | None = None
             if not reason and template.slots is not None:
                 found = template.slots.found_by(call.leaves, dict(call.places))

@@ -163,7 +163,8 @@ class Dispatcher(Generic[AnyEntry]):
         self._made_with = (options, dynamic, names)
         self._forget()
         self._report: CompileReport | None = None
-        self._refuse: Callable[[Inputs], NoReturn] | None = None
+        # Raises for calls that no program fits, if nothing is to be compiled any more.
+        self.refuse: Callable[[Inputs], NoReturn] | None = None
 
     def _forget(self) -> None:
         """Drops all programs; the compiler keeps its results per closure."""
@@ -190,10 +191,6 @@ class Dispatcher(Generic[AnyEntry]):
         self._shapes.adopt(guard, linker)
         self._report = report
 
-    def refuse_others(self, refuse: Callable[[Inputs], NoReturn]) -> None:
-        """Stops compiling: from now on ``refuse`` raises for calls that no program fits."""
-        self._refuse = refuse
-
     def _compile_for(self, inputs: Inputs, goal: Goal) -> AnyEntry:
         """Compiles a program for a call, or links a symbolic one for its sizes."""
         with one_at_a_time():
@@ -201,9 +198,9 @@ class Dispatcher(Generic[AnyEntry]):
             made_meanwhile = self.entries.fitting(inputs.given, inputs.tree)
             if made_meanwhile is not None:
                 return made_meanwhile
-            made = None if self._refuse else self._shapes.symbolic(inputs, goal)
-            if self._refuse is not None:
-                made = self._shapes.linked(inputs) or self._refuse(inputs)
+            made = None if self.refuse else self._shapes.symbolic(inputs, goal)
+            if self.refuse is not None:
+                made = self._shapes.linked(inputs) or self.refuse(inputs)
             if made is None:
                 compiled, report = self._compiler.compile(
                     self.subject, inputs.args, inputs.kwargs, goal, watch=self._watch

@@ -175,7 +175,7 @@ class Context:
         self.kernels: dict[Leaf, Kernel] = {}  # the kernel of each leaf that was lowered
         self.recorded: dict[Leaf, KernelList] = {}  # of each leaf whose launches were recorded
         self.progress = Progress()  # the progress bar
-        self._estimates = Estimates(fuses=options.backend == "inductor")
+        self.estimates = Estimates(fuses=options.backend == "inductor")
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
         self._unaligned: dict[Leaf, frozenset[int]] = {}
@@ -300,10 +300,6 @@ class Context:
             return control.run(bodies(), operands)
 
         return Kernel(run, "plain", self.backend.name)
-
-    def likely_launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
-        """Returns the kernel list of each leaf, estimated where it has no kernel yet."""
-        return self._estimates.lists(flats, self.recorded)
 
     def forget(self, leaf: Leaf) -> None:
         """Drops the kernel of a leaf that no other program uses."""

@@ -347,7 +347,7 @@ def launches(state: Compilation) -> Mapping[Leaf, KernelList]:
     """Returns the kernel list of each leaf that is launched."""
     if state.kernels == "made":
         return state.context.launches_of(state.linked)
-    return state.context.likely_launches_of(state.linked)
+    return state.context.estimates.lists(state.linked, state.context.recorded)
 
 
 _CPU = torch.device("cpu")

@@ -48,7 +48,15 @@ from ..sizes.torch_known_sizes import KnownSizes, ReadKnownSizes
 from ..torch_optimizer import StepOptimizer, optimizer_of
 from ..training_step import TrainingStep
 from .parts import ReadProgram, model_inputs, read_program, take_made, used_parameters
-from .ranks import Arrivals, check_number, read_colors, read_ranks, read_stages, together
+from .ranks import (
+    Arrivals,
+    check_number,
+    place_of,
+    read_colors,
+    read_ranks,
+    read_stages,
+    together,
+)
 from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
 from .saved_model import (
     SavedModel,
@@ -257,7 +265,7 @@ class Opened:
                 # Symbols of two captures differ, so each has a compiler of its own.
                 own = compiler if inputs.sizes is None else Compiler(self.options)
                 self._adopt(calls, own, self._state(own, number, model, inputs), inputs)
-        calls.refuse_others(partial(refuse_call, calls, self._told["class"]))
+        calls.refuse = partial(refuse_call, calls, self._told["class"])
         return loaded
 
     def _put_objects(self) -> None:
@@ -277,7 +285,7 @@ class Opened:
         ranks, table = read_ranks(said, self._meet, mesh and mesh.whole)
         program = together(ranks, lambda: self._programs[0])
         if mesh is None:
-            self._own = f"ranks/{ranks.rank}/"
+            self._own = place_of(ranks.rank)
         elif not mesh.plan.replicas:  # ranks have different parts, which are not compared
             ranks = replace(ranks, data_group=None)
 
@@ -297,8 +305,8 @@ class Opened:
             seen = self._seen_with_loss(model, state.report)
             state = replace(state, seen=seen, colors=colors, programs={PARTS[0]: seen.program})
             state = run(between(PASSES, "split", "split"), state)
-            local = [mesh.stages(program.captured, ranks, table, trusted=trusted)] if mesh else []
-            stages = tuple(read_stages(state, self._parts, *local, trusted=trusted))
+            local = mesh.stages(program.captured, ranks, table, trusted=trusted) if mesh else None
+            stages = tuple(read_stages(state, self._parts, local, trusted=trusted))
             state = replace(state, plain=stages, derived=stages)
             if mesh is not None:
                 state = replace(state, mesh_plan=mesh.plan)

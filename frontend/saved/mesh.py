@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...backend.files.container import CallError, Content, Parts
+from ...backend.files.container import CallError, Parts
 from ...pipeline_parallel.actions import ActionTable
 from ...pipeline_parallel.cut import Stage
 from ...pipeline_parallel.mesh.layouts import WHOLE, split
@@ -26,39 +26,27 @@ from ...pipeline_parallel.process_groups import Ranks
 from ...reuse.errors import FileError
 from ...reuse.ir import program as ir
 from ...reuse.ir.types import TensorType, Type, contiguous_stride
-from ..mesh_placement import AskedPlan, KeptOnMesh, without_stages
+from ..mesh_placement import AskedPlan, without_stages
 from ..options import Batching, Options
 from ..passes.programs import PARTS, tensor_name
 from ..passes.state import OnMesh
-from .parts import BOUNDARY, CAPTURED, STEP, ReadProgram, read_texts, step_of
+from ..pipeline import KeptRank
+from .parts import BOUNDARY, STEP, ReadProgram, read_texts, step_of
+from .ranks import place_of
 
 MAX_MICRO_BATCHES = 2**17  # a step has calls for each of them
 _LAYOUT = re.compile(r"R|S(\d{1,2})(?:/(\d{1,4}))?", re.ASCII)
-_OF_ALL = ("model.json", f"programs/0/{CAPTURED}.txt")
-_SHARED = (*_OF_ALL, "objects/")
-
-
-def place_of(position: int) -> str:
-    """Returns the folder of a rank's parts, by its position in the mesh."""
-    return f"mesh/{position}/"
-
 
 # ---- to a file -----------------------------------------------------------------------------------
 
 
-def mesh_data(kept: KeptOnMesh) -> Any:
+def mesh_data(kept: KeptRank) -> Any:
     """Returns a mesh, its ranks and the placements on it, as JSON data."""
-    plan = kept.lowered.layouts
+    plan, mesh = kept.lowered.layouts, kept.mesh
+    axes = tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
     lies = {name: _text(layout) for name, layout in plan.parameters.items()}
     batch = list(map(_text, plan.batch))
-    return [kept.axes, kept.row, lies, batch, plan.whole, plan.table]
-
-
-def placed(parts: Mapping[str, Content], position: int) -> dict[str, Content]:
-    """Returns the parts of a rank by their paths; the first rank also has the common parts."""
-    own = place_of(position)
-    names = {n: n if n.startswith(_SHARED) else own + n for n in parts}
-    return {to: parts[n] for n, to in names.items() if position == 0 or to not in _OF_ALL}
+    return [axes, kept.row, lies, batch, plan.whole, plan.table]
 
 
 def _text(layout: Placements) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from ...autodiff.derivative import Derivative
@@ -23,6 +24,7 @@ from ...pipeline_parallel.process_groups import (
     DATA_DIM,
     PIPELINE_DIM,
     Ranks,
+    all_ranks,
     ranks_along,
     ranks_of,
 )
@@ -33,12 +35,22 @@ from ..mesh_placement import stage_dimension
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation, part_name
 from ..pipeline import table_of
-from .parts import BOUNDARY, KeptProgram, derivative_data, program_parts, read_runs, take_made
+from .parts import (
+    BOUNDARY,
+    CAPTURED,
+    KeptProgram,
+    derivative_data,
+    program_parts,
+    read_runs,
+    take_made,
+)
 
 Made = TypeVar("Made")
 
 _MAX_ACTIONS = 2**17  # of each kind: a schedule is laid out in full
 _WAIT_S = 0.01
+_OF_ALL = ("model.json", f"programs/0/{CAPTURED}.txt")
+_SHARED = (*_OF_ALL, "objects/")
 
 
 class Arrivals:
@@ -117,8 +129,13 @@ def _as_it_is(error: Exception) -> str:
     return str(error) if isinstance(error, FileError) else f"{type(error).__name__}: {error}"
 
 
+def place_of(position: int) -> str:
+    """Returns the folder of a rank's parts, by its position among the ranks of a file."""
+    return f"ranks/{position}/"
+
+
 def stage_place(index: int) -> str:
-    """Returns the folder of a stage's parts."""
+    """Returns the folder of a stage's parts, in its rank's."""
     return f"programs/0/stages/{index}/"
 
 
@@ -132,13 +149,10 @@ def ranks_data(table: ActionTable, ranks: Ranks, colors: Colors | None) -> Any:
 
 
 def save_together(
-    path: str | os.PathLike[str],
-    ranks: Ranks,
-    row: Sequence[int],
-    make: Callable[[], Mapping[str, Content]],
+    path: str | os.PathLike[str], row: Sequence[int], make: Callable[[], Mapping[str, Content]]
 ) -> None:
     """Writes the parts of the ranks in ``row``, on the first of them; a collective of all ranks."""
-    me = dist.get_rank()
+    ranks, me = all_ranks(torch.device("cpu")), dist.get_rank()
     parts = together(ranks, lambda: make() if me in row else {}, _as_it_is)
     whole = {  # a memoryview cannot be sent
         name: [one if isinstance(one, bytes) else bytearray(one) for one in content]
@@ -148,6 +162,13 @@ def save_together(
     dist.gather_object(whole, everyone, dst=row[0])
     merged = {n: c for rank in row for n, c in everyone[rank].items()} if everyone else {}
     together(ranks, lambda: write_parts(path, merged, open_cache()) if merged else None, _as_it_is)
+
+
+def placed(parts: Mapping[str, Content], position: int) -> dict[str, Content]:
+    """Returns the parts of a rank by their paths; the first rank also has the common parts."""
+    own = place_of(position)
+    names = {n: n if n.startswith(_SHARED) else own + n for n in parts}
+    return {to: parts[n] for n, to in names.items() if position == 0 or to not in _OF_ALL}
 
 
 def stage_parts(
@@ -245,7 +266,7 @@ def read_colors(said: Any, num_stages: int) -> Colors:
 def read_stages(
     state: RankCompilation,
     parts: Parts,
-    local: Callable[[Stage], tuple[str, dict[str, Any]]] = lambda stage: ("", {}),
+    local: Callable[[Stage], tuple[str, dict[str, Any]]] | None = None,
     *,
     trusted: bool,
 ) -> list[StageDerivative]:
@@ -258,9 +279,12 @@ def read_stages(
     arriving: tuple[int, ...] = (0,)  # result 0 of the last stage is the loss
     own = state.table.stages_of(state.rank)
     for stage in reversed(state.stages):
-        is_own, (before, more) = stage.index in own, local(stage)
-        place = before + stage_place(stage.index)
-        more["trusted"] = trusted or not is_own
+        is_own, more, before = stage.index in own, dict[str, Any](), ""
+        if local is None:
+            before = place_of(state.table.rank_of[stage.index])
+        else:
+            before, more = local(stage)
+        place, more["trusted"] = before + stage_place(stage.index), trusted or not is_own
         read = read_runs(parts, place, stage.program, parts.json(place + BOUNDARY), **more)
         stage = replace(stage, program=read.captured)
         # Over a mesh the file says the types of what is sent.

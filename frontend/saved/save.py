@@ -7,15 +7,15 @@ from collections import ChainMap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from ...backend.cache import NotCacheableError, encode_value
-from ...backend.files.container import TENSORS, Content, pieces_of, to_json, write_parts
+from ...backend.files.container import Content, pieces_of, to_json, write_parts
 from ...backend.files.torch_store import open_cache, whole_file
-from ...pipeline_parallel.process_groups import all_ranks
 from ...recompute.planner import Budget
 from ...reuse.errors import FileError, door
 from ...reuse.ir.program import ModelTensor
@@ -23,14 +23,12 @@ from ...reuse.ir.types import TensorType
 from ..dispatch.dispatcher import dispatcher_of
 from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guard import Constant, Guard
-from ..mesh_placement import KeptOnMesh
 from ..options import Batching, Options
-from ..parallel import ParallelElsewhere, ParallelPipeline, ParallelStep
+from ..parallel import ParallelStep
 from ..passes.link import launches_for_all
 from ..passes.programs import PARTS
-from ..passes.rank import RankCompilation
 from ..passes.state import Compilation
-from ..pipeline import AskedPipeline, Pipeline
+from ..pipeline import Elsewhere, KeptRank, Pipeline
 from ..refusals import model_inside
 from ..torch_optimizer import StepOptimizer, optimizer_data, optimizer_state
 from ..training_step import TrainingStep
@@ -46,7 +44,7 @@ from .parts import (
     step_data,
     used_parameters,
 )
-from .ranks import ranks_data, save_together, stage_parts
+from .ranks import placed, ranks_data, save_together, stage_parts
 from .saved_model import TensorNames, class_name_of, tree_data
 
 Weights = Literal["inside", "beside", "none"]
@@ -91,23 +89,13 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
     """
     if weights not in get_args(Weights):
         raise FileError(f"weights={weights!r} is unknown; there are {get_args(Weights)}.")
-    if isinstance(compiled, ParallelStep | ParallelPipeline):
-        kept = compiled.kept_on_mesh
-        ranks, make = all_ranks(torch.device("cpu")), partial(_parts_on_mesh, kept, weights, {})
-        save_together(path, ranks, kept.row, make)
-        return
-    if isinstance(compiled, ParallelElsewhere):
-        made, known = dict[str, Content](), dict[int, dict[str, Content]]()
-        for one in compiled.kept_on_mesh:
-            made |= _parts_on_mesh(one, weights, known)
-        write_parts(path, made, open_cache())
-        return
-    if isinstance(compiled, Pipeline):
-        ranks, make = compiled.kept[0].ranks, partial(_parts_of_ranks, compiled, weights)
-        if ranks.group is None:
+    if isinstance(compiled, Pipeline | ParallelStep | Elsewhere):
+        kept = compiled.kept
+        make = partial(_parts_of_ranks, kept, weights)
+        if isinstance(compiled, Elsewhere):
             write_parts(path, make(), open_cache())
-        else:  # one replica suffices
-            save_together(path, ranks, ranks.rows[0], make)
+        else:
+            save_together(path, kept[0].row, make)
         return
     if isinstance(compiled, TrainingStep):
         model, _, options, batching, _, optimizer = compiled.made_of
@@ -127,89 +115,53 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
     write_parts(path, parts, open_cache())
 
 
-def _parts_of_ranks(pipe: Pipeline, weights: Weights) -> dict[str, Content]:
-    """Returns the parts of the ranks of a pipeline that are compiled in this process."""
-    asked, guard, made, optimizer = pipe.kept
-    if not guard.rebind():
-        raise FileError("The model's tensors no longer fit this pipeline: make a new one.")
-    if weights == "beside":
-        raise FileError('weights="beside" is for a whole model; for ranks use weights="inside".')
-    found: dict[str, Content] = {}
-    for one in made:
-        saved, kept = _saved_stages(asked, guard, one, optimizer)
-        for name, content in saved.parts(weights):
-            if name.endswith(TENSORS):
-                found[f"ranks/{one.rank}/{name}"] = content
-            elif one.rank == 0:
-                found[name] = content
-        for stage in one.own:
-            found |= stage_parts(kept, one, stage)
+def _parts_of_ranks(kept: Sequence[KeptRank], weights: Weights) -> dict[str, Content]:
+    """Returns the parts of ranks that are compiled in this process."""
+    found, known = dict[str, Content](), dict[int, dict[str, Content]]()
+    for one in kept:
+        with one.as_captured():
+            found |= placed(_parts_of_rank(one, weights, known), one.position)
     return found
 
 
-def _saved_stages(
-    asked: AskedPipeline,
-    guard: Guard,
-    one: RankCompilation,
-    optimizer: StepOptimizer | None = None,
-    own: Container[Any] = (),
-    **more: Any,
-) -> tuple[_Saved, KeptProgram]:
-    """Returns the writer of a rank's captured program and the tensors of its stages."""
-    kept = KeptProgram(guard, replace(one, programs={}), own=own)
-    saved = _Saved(
-        asked.model.model,
-        asked.context.options,
-        [kept],
-        optimizer,
-        ranks=ranks_data(asked.table, asked.ranks, one.colors),
-        ids=asked.ids_of(one, guard.tensors),
-        count=asked.table.num_micro_batches,
-        **more,
-    )
-    return saved, kept
-
-
-def _parts_on_mesh(
-    kept: KeptOnMesh, weights: Weights, known: dict[int, dict[str, Content]]
+def _parts_of_rank(
+    one: KeptRank, weights: Weights, known: dict[int, dict[str, Content]]
 ) -> dict[str, Content]:
-    """Returns one rank's parts of a step over a mesh: its programs and tensors.
+    """Returns the parts of a rank's step or stages: its programs and tensors.
 
-    ``known`` caches the parts, except weights, by the ``id`` of the compile.
+    ``known`` caches the parts of steps, except weights, by the ``id`` of the compile.
     """
-    # Imported late: DTensor takes as long to import as all of lazyinline.
-    from .mesh import OWN, mesh_data, placed
-
-    if weights != "inside":
+    if weights == "beside" or (weights == "none" and one.mesh is not None):
+        which = "ranks" if one.mesh is None else "a mesh"
         raise FileError(
-            f'weights="{weights}" is for a whole model; for a mesh use weights="inside".'
+            f'weights="{weights}" is for a whole model; for {which} use weights="inside".'
         )
-    guard, lowered = kept.guard, kept.lowered
-    more = {"mesh": mesh_data(kept), "part_of": kept.part_of}
-    with kept.as_captured():
-        if not guard.rebind():
-            raise FileError("The model's tensors no longer fit this step: parallelize it anew.")
-        if kept.asked is None:
-            batching = lowered.goal.batching
-            saved = _Saved(
-                kept.model,
-                lowered.context.options,
-                [KeptProgram(guard, lowered, kept.plans, own=OWN)],
-                batching=batching,
-                count=batching.micro_batches,
-                **more,
-            )
-            parts = dict(known.get(id(lowered)) or saved.parts(weights))
-            parts[WEIGHTS] = pieces_of(saved.weights())
-            parts[f"programs/0/{BOUNDARY}"] = [to_json(step_data(lowered.step))]
-            known[id(lowered)] = parts
-        else:
-            asked, one = kept.asked, cast("RankCompilation", lowered)
-            saved, program = _saved_stages(asked, guard, one, own=OWN, **more)
-            parts = dict(saved.parts(weights))
-            for stage in one.own:
-                parts |= stage_parts(program, one, stage)
-    return placed(parts, kept.position)
+    if not one.guard.rebind():
+        raise FileError("The model's tensors no longer fit what was compiled: make it anew.")
+    lowered, own, told = one.lowered, frozenset[Any](), dict[str, Any]()
+    if one.mesh is not None:
+        from .mesh import OWN, mesh_data  # late: DTensor takes as long as all of lazyinline
+
+        own, told["mesh"] = OWN, mesh_data(one)
+    saved = partial(_Saved, one.model, lowered.context.options, part_of=one.part_of, told=told)
+    if (asked := one.asked) is None:
+        batching, programs = (
+            lowered.goal.batching,
+            [KeptProgram(one.guard, lowered, one.plans, own=own)],
+        )
+        step = saved(programs, batching=batching, count=batching.micro_batches)
+        parts = dict(known.get(id(lowered)) or step.parts(weights))
+        parts[WEIGHTS] = pieces_of(step.weights())
+        parts[f"programs/0/{BOUNDARY}"] = [to_json(step_data(lowered.step))]
+        known[id(lowered)] = parts
+        return parts
+    told["ranks"] = ranks_data(asked.table, asked.ranks, lowered.colors)
+    program = KeptProgram(one.guard, replace(lowered, programs={}), own=own)
+    ids, count = asked.ids_of(lowered, one.guard.tensors), asked.table.num_micro_batches
+    parts = dict(saved([program], one.optimizer, ids=ids, count=count).parts(weights))
+    for stage in lowered.own:
+        parts |= stage_parts(program, lowered, stage)
+    return parts
 
 
 def _kept(calls: ModelDispatcher | TrainingStep) -> list[KeptProgram]:
@@ -243,8 +195,7 @@ class _Saved:
         optimizer: StepOptimizer | None = None,
         batching: Batching | None = None,
         *,
-        ranks: Any = None,
-        mesh: Any = None,
+        told: Mapping[str, Any] = MappingProxyType({}),
         ids: Container[int] | None = None,
         count: int = 1,
         part_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
@@ -256,7 +207,7 @@ class _Saved:
             )
         self._model, self._options = model, options
         self._kept, self._batching, self._optimizer = kept, batching, optimizer
-        self._more = {"ranks": ranks, "mesh": mesh}
+        self._told = told
         self._ids, self._count, self._part_of = ids, count, part_of
         self._names, self._tensors = TensorNames.of(model)
         self._by_id = {id(tensor): name for name, tensor in self._tensors.items()}
@@ -298,7 +249,7 @@ class _Saved:
             **asdict(self._names),
             "programs": programs,
         }
-        told |= {key: said for key, said in self._more.items() if said is not None}
+        told |= self._told
         if self._names.parameters == used_parameters(captured):
             told["parameters"] = None  # load reads the names from the programs
         yield MODEL, [to_json(told)]

@@ -81,7 +81,8 @@ class Evidence:
         places = walk_modules(root)
         self._paths = module_paths(places)
         self._structure = structure_of(places)
-        self._tensor_paths: dict[int, TensorPath] = {}
+        # How the traced instance reached its own tensors, by their ``id``.
+        self.tensor_paths: dict[int, TensorPath] = {}
         self._aliases: list[tuple[TensorPath, TensorPath]] = []  # two paths to one tensor
         # Kept alive, or another tensor could get the ``id`` of one in the table.
         self._keep: list[torch.Tensor] = []
@@ -112,7 +113,7 @@ class Evidence:
                 )
             else:
                 self._nested.append((path, evidence))
-                for inner in evidence.tensor_ways:
+                for inner in evidence.tensor_paths.values():
                     way = (".".join(p for p in (path, inner[0]) if p), *inner[1:])
                     self._note_way(follow_tensor_path(root, way), way)
         # A block may find itself outside, in a global list of layers: another instance would not.
@@ -175,18 +176,9 @@ class Evidence:
         return _frozen_tensor(tensor, keys)
 
     def _note_way(self, tensor: torch.Tensor, keys: TensorPath) -> None:
-        first = self._tensor_paths.setdefault(id(tensor), keys)
+        first = self.tensor_paths.setdefault(id(tensor), keys)
         if first != keys:
             self._aliases.append((first, keys))
-
-    @property
-    def tensor_ways(self) -> Iterable[TensorPath]:
-        """How the traced instance reached its tensors, one path for each."""
-        return self._tensor_paths.values()
-
-    def tensor_path(self, tensor: torch.Tensor) -> TensorPath | None:
-        """Returns how the traced instance reached one of its own tensors, if it did."""
-        return self._tensor_paths.get(id(tensor))
 
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether another instance must find this very tensor: a global, say."""
@@ -203,14 +195,8 @@ class Evidence:
                 return f"its forward changes {outside_name(scope, name)}"
         return ""
 
-    def mismatch(self, instance: nn.Module) -> str:
-        """Returns why an instance cannot share, or an empty text if it can."""
-        if type(instance) is not self.type:
-            return f"class {type(instance).__qualname__} is not {self.type.__qualname__}"
-        return self.mismatch_at(walk_modules(instance))
-
-    def mismatch_at(self, places: Places) -> str:
-        """Does the same for the module tree of an instance of the right class."""
+    def mismatch(self, places: Places) -> str:
+        """Returns why an instance of the class cannot share, by its module tree; "" if it can."""
         modules = dict(places)
         # While the snapshot is unchanged, most rows agree by identity.
         held: Held = "same" if self._held.same() else "changed"
@@ -277,8 +263,10 @@ class Evidence:
 
     def _nested_mismatch(self, modules: Mapping[str, nn.Module]) -> str:
         for path, evidence in self._nested:
-            reason = evidence.mismatch(modules[path])
-            if reason:
+            kind, expected = type(modules[path]), evidence.type
+            if kind is not expected:
+                return f"{path}: class {kind.__qualname__} is not {expected.__qualname__}"
+            if reason := evidence.mismatch(walk_modules(modules[path])):
                 return f"{path}: {reason}"
         return ""
 

@@ -34,15 +34,8 @@ def find_attribute(module: nn.Module, name: str) -> tuple[Where, Any]:
     for table in _TENSORS_AND_MODULES:
         if name in state.get(table, ()):
             return table, state[table][name]
-    return "class", class_attribute(type(module), name)
-
-
-def class_attribute(kind: type, name: str) -> Any:
-    """Returns what a class holds under a name, or ABSENT."""
-    for base in kind.__mro__:
-        if name in base.__dict__:
-            return base.__dict__[name]
-    return ABSENT
+    held = (base.__dict__[name] for base in type(module).__mro__ if name in base.__dict__)
+    return "class", next(held, ABSENT)
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:

@@ -134,7 +134,9 @@ class Reads:
         for path, name, where in reads:
             module = modules[path]
             if (id(module), name) not in self.attributes:
-                self._attribute(module, name, where, _value_at(module, name, where))
+                state = module_state(module)
+                held = {} if where == "class" else state[where] if where else state
+                self._attribute(module, name, where, held.get(name, ABSENT))
 
     def _attribute(self, module: nn.Module, name: str, where: Where, value: Any) -> None:
         state = module_state(module)
@@ -283,12 +285,6 @@ class Reads:
             for name in names:
                 if look_up(owner, name) is not ABSENT:
                     self._outside(owner, name, names, depth, seen)
-
-
-def _value_at(module: nn.Module, name: str, where: Where) -> Any:
-    """Returns what a module holds at a known place; ABSENT for an attribute of its class."""
-    state = module_state(module)
-    return ABSENT if where == "class" else (state[where] if where else state).get(name, ABSENT)
 
 
 def look_up(owner: Any, name: str) -> Any:

@@ -90,11 +90,6 @@ class IdentityChecks:
         """Adds another check."""
         self._others.append(check)
 
-    def still_like(self, value: Any, before: Any) -> None:
-        """Checks that a value that replaced another still equals it."""
-        if value is not before and not is_constant(value):
-            self.holds(partial(same_value, value, before))
-
     def function(self, native: CompareFacts | None = None) -> Check:
         """Returns a function that says whether all checks hold; one that raises does not hold."""
         compare = _in_python(self._facts)
@@ -364,7 +359,8 @@ class RootEvidence:
                     checks.absent(owner, name)
                 else:
                     checks.entry(owner, name, now)
-                checks.still_like(now, before)
+                if now is not before and not is_constant(now):  # it replaced an equal value
+                    checks.holds(partial(same_value, now, before))
         for owner, kind, own in self._objects.values():
             if own is None:
                 checks.kind(owner, kind)

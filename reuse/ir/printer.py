@@ -299,7 +299,8 @@ def _format_leaf(
     names = UniqueNames()
     for taken in values.values():
         names.take(taken[1:])
-    shared = _shared_modes(leaf)
+    modes = {tuple(_modes(node)) for node in leaf.nodes}
+    shared = list(modes.pop()) if len(modes) == 1 else []  # in the header, if nodes agree
     is_plain = leaf.kernels == "backend" or leaf.control is not None
     words = [leaf.level] * (leaf.level != "composite") + [leaf.kernels] * (not is_plain)
     results = structs.row(leaf.output_types)
@@ -355,12 +356,6 @@ def _modes(node: torch.fx.Node) -> list[str]:
     stamp = stamp_of(node)
     notes = [] if stamp.grad_enabled else ["no_grad"]
     return notes + [f"autocast_{kind}_{dtype_name(dtype)}" for kind, _, dtype in stamp.autocast]
-
-
-def _shared_modes(leaf: ir.Leaf) -> list[str]:
-    """Returns the modes of all nodes, for the header; none if they differ."""
-    found = {tuple(_modes(node)) for node in leaf.nodes}
-    return list(found.pop()) if len(found) == 1 else []
 
 
 def _with_comment(text: str, comment: str) -> str:
