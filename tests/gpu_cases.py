@@ -31,7 +31,7 @@ from lazyinline.backend.run.planned import PlannedProgram
 
 TARGET = "cuda:sm_90"
 VOCABULARY = 67
-SMALL = {"hidden": 32, "num_heads": 2, "vocab": VOCABULARY, "seq": 16, "batch": 2}
+SMALL = {"hidden": 16, "num_heads": 2, "vocab": VOCABULARY, "seq": 8, "batch": 2}
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
 
 

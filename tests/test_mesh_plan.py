@@ -74,6 +74,7 @@ def step_of(
 
 
 @functools.cache
+@functools.cache  # a plan changes nothing of it
 def decoder_step(
     name: str,
     *,

@@ -112,19 +112,48 @@ def test_wheel_has_every_file_and_no_other(wheel: Path) -> None:
     assert wheel.name == f"lazyinline-{lazyinline.__version__}-py3-none-any.whl"
 
 
-def test_wheel_imports_by_itself(wheel: Path, tmp_path: Path) -> None:
-    target = tmp_path / "installed"
+# Prints, for each module of those named that `import lazyinline` loads and `import torch` does not,
+# the lines of ours that led to it and the first line of others.
+WATCH_IMPORTS = """
+import json, sys, traceback
+import torch
+before, stacks = set(sys.modules), {}
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in sys.argv[1:] and name not in stacks:
+            frames = [f for f in traceback.extract_stack() if "importlib" not in f.filename][1:-1]
+            ours = [f for f in frames if "site-packages" not in f.filename]
+            shown = frames[: len(ours) + 1]
+            stacks[name] = [f"{f.filename}:{f.lineno} {f.line}" for f in shown]
+sys.meta_path.insert(0, Watch())
+import lazyinline
+loaded = set(sys.modules) - before
+print(json.dumps({name: stack for name, stack in stacks.items() if name in loaded}))
+"""
+HEAVY = ["torch._dynamo", "torch._inductor", "onnx", "onnxscript", "networkx", "scipy"]
+HEAVY += ["transformers", "triton"]
+
+
+@pytest.fixture(scope="module")
+def imported_alone(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Where a wheel was unpacked, and what one process says that imports it: light, then all."""
+    target = tmp_path_factory.mktemp("installed")
     zipfile.ZipFile(wheel).extractall(target)  # all that an installer does with a plain one
-    code = (
-        "import importlib, pkgutil, lazyinline\n"
+    code = WATCH_IMPORTS + (
+        "import importlib, pkgutil\n"
         "from lazyinline.reuse.process import own_places\n"
         "import lazyinline_command.main\n"
         "for found in pkgutil.walk_packages(lazyinline.__path__, 'lazyinline.'):\n"
         "    file = importlib.import_module(found.name).__file__\n"
         "    print(found.name, file, file.startswith(own_places()))\n"
     )
-    printed = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(target))
-    imported = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
+    printed = run_python("-c", code, *HEAVY, cwd=target.parent, PYTHONPATH=str(target))
+    return target, printed.splitlines()
+
+
+def test_wheel_imports_by_itself(imported_alone: tuple[Path, list[str]]) -> None:
+    target, (_, *printed) = imported_alone
+    imported = {line.split()[0]: line.split()[1:] for line in printed}
     packages = {name: path for name, path in all_packages().items() if path != COMMAND}
     expected = {*packages, "lazyinline.__main__"} - {"lazyinline"}
     for package, folder in packages.items():
@@ -211,34 +240,8 @@ def test_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+([a-z]+\d+)?", lazyinline.__version__)
 
 
-# Prints, for each module of those named that `import lazyinline` loads and `import torch` does not,
-# the lines of ours that led to it and the first line of others.
-WATCH_IMPORTS = """
-import json, sys, traceback
-import torch
-before, stacks = set(sys.modules), {}
-class Watch:
-    def find_spec(self, name, path=None, target=None):
-        if name in sys.argv[1:] and name not in stacks:
-            frames = [f for f in traceback.extract_stack() if "importlib" not in f.filename][1:-1]
-            ours = [f for f in frames if "site-packages" not in f.filename]
-            shown = frames[: len(ours) + 1]
-            stacks[name] = [f"{f.filename}:{f.lineno} {f.line}" for f in shown]
-sys.meta_path.insert(0, Watch())
-import lazyinline
-loaded = set(sys.modules) - before
-print(json.dumps({name: stack for name, stack in stacks.items() if name in loaded}))
-"""
-HEAVY = ["torch._dynamo", "torch._inductor", "onnx", "onnxscript", "networkx", "scipy"]
-HEAVY += ["transformers", "triton"]
-
-
-def test_import_is_light() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", WATCH_IMPORTS, *HEAVY], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    seen = json.loads(result.stdout)
+def test_import_is_light(imported_alone: tuple[Path, list[str]]) -> None:
+    seen = json.loads(imported_alone[1][0])
     report = [f"{name}:\n  " + "\n  ".join(stack) for name, stack in sorted(seen.items())]
     if report:
         pytest.fail("importing lazyinline also loads\n" + "\n".join(report), pytrace=False)
