@@ -83,8 +83,8 @@ class ShapeCache:
         return [(c.guard, c.linker) for c in self._compiles if c.linker is not None]
 
     def adopt(self, guard: Guard, linker: Linker) -> None:
-        """Adds a symbolic program that was compiled before, to link for the sizes of calls."""
-        self._compiles = (*self._compiles, _Compile(guard, linker.sizes.shapes, "", linker))
+        """Adds a symbolic program, older than all here, to link for the sizes of calls."""
+        self._compiles = (_Compile(guard, linker.sizes.shapes, "", linker), *self._compiles)
         self.dynamic = None
 
     def linked(self, inputs: Inputs) -> CompileResult | None:
