@@ -57,7 +57,7 @@ class StepOptimizer:
                 "LBFGS computes the loss several times for one update, so it is no part of a step. "
                 "Compile the model with lazyinline.compile, and call it in LBFGS's closure."
             )
-        self.optimizer, self._max_norm, self._scaler = optimizer, max_norm, scaler
+        self.optimizer, self.max_norm, self._scaler = optimizer, max_norm, scaler
         self._target = target
         self._compiled_for: list[Any] = []
         self._written: list[list[float]] = []
@@ -95,6 +95,16 @@ class StepOptimizer:
         self._write_settings()
         return True
 
+    @property
+    def why_not_saved(self) -> str:
+        """Says why a file cannot make this optimizer and its place in the step anew, if so."""
+        is_plain = type(self.optimizer) in _SAVED.values() and self._scaler is None
+        # These run it after the step wherever it is, so that a loaded one does so, too.
+        flags = (group.get(name) for group in self.optimizer.param_groups for name in _REFUSED)
+        if is_plain and not self._have_hooks() and (self.max_norm is not None or any(flags)):
+            return ""
+        return self.why_after
+
     def hindrance(self, parameters: Sequence[torch.Tensor], model: Sequence[torch.Tensor]) -> str:
         """Says why a program cannot update these parameters of a model; empty if it can."""
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -125,7 +135,7 @@ class StepOptimizer:
         kind = type(self.optimizer)
         if kind not in (SGD, Adam, AdamW):
             return f"{kind.__name__} has no fused update that a program can hold"
-        if self._max_norm is not None:
+        if self.max_norm is not None:
             return "the norm of all gradients is known only at the end"
         if self._scaler is not None:
             return "a GradScaler looks at all gradients before any update"
@@ -199,9 +209,9 @@ class StepOptimizer:
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
             agree(self._scaler._found_inf_per_device(self.optimizer))
-        if self._max_norm is not None:
+        if self.max_norm is not None:
             params = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grads_with_norm_(params, self._max_norm, total_norm(params))
+            torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, total_norm(params))
         if self._scaler is None:
             self.optimizer.step()
         else:
@@ -251,10 +261,10 @@ _SAVED = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 
 def optimizer_data(optimizer: StepOptimizer | None, names: Mapping[int, str]) -> Any:
-    """Returns an optimizer without its state, as JSON data; refuses one that runs after a step."""
+    """Returns an optimizer without its state, as JSON data; refuses one that a file cannot make."""
     if optimizer is None:
         return None
-    if why := optimizer.why_after:
+    if why := optimizer.why_not_saved:
         raise FileError(f"A step with its optimizer behind it cannot be saved: {why}.")
     groups = [
         [
@@ -264,15 +274,19 @@ def optimizer_data(optimizer: StepOptimizer | None, names: Mapping[int, str]) ->
         for group in optimizer.optimizer.param_groups
     ]
     defaults = {n: encode_value(v) for n, v in optimizer.optimizer.defaults.items()}
-    return [type(optimizer.optimizer).__name__, groups, defaults]
+    return [type(optimizer.optimizer).__name__, groups, defaults, optimizer.max_norm]
 
 
-def optimizer_of(data: Any, tensors: Callable[[str], torch.Tensor], *, trusted: bool) -> Optimizer:
+def optimizer_of(
+    data: Any, tensors: Callable[[str], torch.Tensor], target: str | None, *, trusted: bool
+) -> StepOptimizer:
     """Returns the optimizer that :func:`optimizer_data` wrote.
 
     A trusted one is made without its constructor, whose checks import Dynamo.
     """
-    kind, groups, defaults = data
+    kind, groups, defaults, max_norm = data
+    if not isinstance(max_norm, float | int | None):
+        raise FileError(f"gradients are clipped to {max_norm!r}, which is no number")
     numbers = {n: decode_value(v) for n, v in defaults.items()}
     made = [
         {"params": list(map(tensors, names)), **{n: decode_value(v) for n, v in told.items()}}
@@ -281,10 +295,10 @@ def optimizer_of(data: Any, tensors: Callable[[str], torch.Tensor], *, trusted: 
     if not trusted:
         found: Optimizer = _SAVED[kind](made)
         found.defaults.update(numbers)
-        return found
-    found = _SAVED[kind].__new__(_SAVED[kind])
-    found.__setstate__({"defaults": numbers, "state": defaultdict(dict), "param_groups": made})
-    return found
+    else:
+        found = _SAVED[kind].__new__(_SAVED[kind])
+        found.__setstate__({"defaults": numbers, "state": defaultdict(dict), "param_groups": made})
+    return StepOptimizer(found, max_norm, target=target)
 
 
 def optimizer_state(optimizer: StepOptimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:

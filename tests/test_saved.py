@@ -442,10 +442,11 @@ OPTIMIZERS: dict[str, Any] = {
     "none": lambda parameters: None,
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "clipped": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
 }
 
 
-@pytest.mark.sweep(keep=["AdamW-2"])
+@pytest.mark.sweep(keep=["AdamW-2", "clipped-1-sizes"])
 @pytest.mark.parametrize("dynamic", [None, True], ids=["plain", "sizes"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -455,6 +456,7 @@ def test_a_loaded_step_goes_on_as_the_compiled_one(
     model = Loss(MarkedBlock if dynamic else BatchNormBlock)
     made = OPTIMIZERS[optimizer](model.parameters())
     options: dict[str, Any] = {"micro_batches": micro_batches, "dynamic": dynamic}
+    options |= {"max_norm": 0.01} if optimizer == "clipped" else {}
     step = lazyinline.compile_step(model, optimizer=made, backend="eager", **options)
     step(batch(12), batch(12, 2))
     loaded: Any = reloaded(step, tmp_path)
@@ -578,7 +580,9 @@ def test_sizes_that_are_computed_of_others_are_taken_and_returned(
 ) -> None:
     model = Made(run_twice, parts=nn.ModuleList(nn.Linear(3, 3) for _ in range(2)))
     compiled: Any = lazyinline.compile(model, backend="eager", dynamic=True, fallback="error")
-    with torch.no_grad():  # a second program: a file has them in one order, however often it is saved
+    with (
+        torch.no_grad()
+    ):  # a second program: a file has them in one order, however often it is saved
         compiled(batch(4, 3), batch(8, 3))
     compiled(batch(4, 3), batch(8, 3))
     loaded = reloaded(compiled, tmp_path)

@@ -128,7 +128,10 @@ def model_and_batch(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 FOUR = {"num_stages": 4, "micro_batches": 4}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "decoder": ("decoder", {"backend": "eager"}),
+    "decoder, clipped": (
+        "decoder",
+        {"backend": "eager", "optimizer": torch.optim.AdamW, "max_norm": 0.01},
+    ),
     "gpt2": ("gpt2", {"backend": "eager"}),
     "llama in kernels": ("llama", {}),
     "decoder in four stages": ("decoder", {"schedule": "Interleaved1F1B", "num_stages": 4}),
@@ -220,7 +223,7 @@ def where_one_cannot_open(rank: int, path: pathlib.Path) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sweep(keep="[decoder]")
+@pytest.mark.sweep(keep="[decoder, clipped]")
 def test_each_process_loads_its_part_and_goes_on_with_the_same_bits(
     case: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -437,8 +437,7 @@ class Opened:
         if self._told["optimizer"] is None:
             return None
         told, trusted = self._told["optimizer"], self._store is not None
-        target = self.options.target
-        made = StepOptimizer(optimizer_of(told, tensors, trusted=trusted), target=target)
+        made = optimizer_of(told, tensors, self.options.target, trusted=trusted)
         made.groups()
         return made
 
