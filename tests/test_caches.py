@@ -248,7 +248,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.sweep(keep=["greedy", "second prompt", "encoder"])
+@pytest.mark.sweep(keep=["second prompt", "encoder"])
 def test_generate_runs_the_program_and_gives_eagers_tokens(kind: str) -> None:
     make, options, prompts, made, in_place = CASES[kind]
     model = make().eval()

@@ -98,7 +98,9 @@ def test_a_model_on_a_gpu_launches_what_a_target_does(cases: Any, case: str, how
     assert found["arenas"][0] == found["arenas"][1] > 0
 
 
-def test_a_gpu_program_holds_less_with_its_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_program_holds_less_with_its_updates_and_none_of_a_drop_ins_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lower, "is_interpreting", lambda: True)  # it takes no machine code
     lazyinline.lazy_inline(models.DecoderBlock)
     model, args = models.llama(2, hidden=128, num_heads=2, vocab=512, seq=16, batch=2)
@@ -115,6 +117,15 @@ def test_a_gpu_program_holds_less_with_its_updates(monkeypatch: pytest.MonkeyPat
     state = sum(8 * p.numel() + 4 for p in model.parameters())
     assert found.gpu.given_bytes - apart.gpu.given_bytes == state + 4
     assert found.gpu.prediction.num_launches > apart.gpu.prediction.num_launches
+
+    # Gradients of a drop-in are the user's, beside the arena: no activation lies in their memory.
+    report = compiled_for_nothing(lazyinline.compile(model, target="cuda:sm_90"), *args)
+    said = f"{report.num_launches} launches come one by one from Python, in no CUDA graph"
+    assert str(report).count(said) == 1 and "those of compile_step" in report.why_no_graph
+    gpu, gradients = report.gpu, sum(4 * p.numel() for p in model.parameters())
+    assert gpu is not None and report.held_bytes is not None
+    assert gradients <= gpu.result_bytes <= gradients + 4, "and the loss"
+    assert gpu.peak_bytes == report.held_bytes + gpu.given_bytes
 
 
 def small_step(**options: Any) -> tuple[lazyinline.TrainingStep, tuple[Any, ...]]:
@@ -187,22 +198,6 @@ def assert_memory_is_told(report: lazyinline.CompileReport, args: tuple[Any, ...
     assert gpu.peak_bytes == planned + gpu.workspace_bytes
     assert report.held_bytes == gpu.peak_bytes - gpu.given_bytes
     assert any("attention" in name for name in gpu.allocating)
-
-
-def test_the_drop_in_counts_gradients_and_says_that_it_is_no_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its gradients are the user's, beside the arena: no activation lies in their memory."""
-    monkeypatch.setattr(lower, "is_interpreting", lambda: True)  # it takes no machine code
-    lazyinline.lazy_inline(models.DecoderBlock)
-    model, args = models.llama(2, **SMALL)
-    report = compiled_for_nothing(lazyinline.compile(model, target="cuda:sm_90"), *args)
-    said = f"{report.num_launches} launches come one by one from Python, in no CUDA graph"
-    assert str(report).count(said) == 1 and "those of compile_step" in report.why_no_graph
-    gpu, gradients = report.gpu, sum(4 * p.numel() for p in model.parameters())
-    assert gpu is not None and report.held_bytes is not None
-    assert gradients <= gpu.result_bytes <= gradients + 4, "and the loss"
-    assert gpu.peak_bytes == report.held_bytes + gpu.given_bytes
 
 
 def test_no_gradient_lies_where_a_launch_allocated_it(monkeypatch: pytest.MonkeyPatch) -> None:
