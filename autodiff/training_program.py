@@ -111,7 +111,10 @@ class _Composer:
     ) -> None:
         self._program = program
         self._types: list[Any] = list(derivative.backward.output_types)
-        self._sum_types = [_exact(t) for t in self._types] if exact_sums else self._types
+        halves = (torch.bfloat16, torch.float16) if exact_sums else ()
+        self._sum_types = [
+            replace(t, dtype=torch.float32) if t.dtype in halves else t for t in self._types
+        ]
         self._derivative = derivative
         self._make = differentiator
         sources = program.sources
@@ -202,11 +205,6 @@ class _Composer:
             tuple(place[i] for i in self._derivative.gradient_inputs),
             tuple(place[i] for i in changed),
         )
-
-
-def _exact(type_: TensorType) -> TensorType:
-    is_half = type_.dtype in (torch.bfloat16, torch.float16)
-    return replace(type_, dtype=torch.float32) if is_half else type_
 
 
 def _for_each(name: str, leaves: Iterable[ir.Leaf]) -> ir.Composite:

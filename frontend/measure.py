@@ -141,10 +141,12 @@ class MeasureReport:
         if other.refused:
             return f"{name} refuses: {other.refused}"
         theirs, ours = (min(self.steps[n].times) for n in (name, "late"))
+        off = self.errors[name]
+        gradient = "" if off.gradient is None else f", of a gradient {error_text(off.gradient)}"
         return (
             f"{name}: {other.cpu_s:.2f} CPU s ({other.wall_s:.2f} s), of which late takes "
             f"{late.cpu_s / other.cpu_s:.2f}; a step {1e3 * theirs:.2f} ms, late "
-            f"{ours / theirs:.2f} of it; error {_both(self.errors[name])}"
+            f"{ours / theirs:.2f} of it; error {error_text(off.output)}{gradient}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -208,11 +210,6 @@ class MeasureReport:
         yield "  error of an output", "", *(error_text(e.output) for e in off)
         if self.train:
             yield "  of a gradient", "", *(error_text(e.gradient) for e in off)
-
-
-def _both(off: Errors) -> str:
-    gradient = "" if off.gradient is None else f", of a gradient {error_text(off.gradient)}"
-    return error_text(off.output) + gradient
 
 
 def _finite(value: float | None) -> float | str | None:

@@ -235,7 +235,11 @@ class TrainingStep(Dispatcher["_StepEntry"]):
                 self._forget()
             first = self.entries.first
             handed = first.handed if first is not None else None
-            entry = self.entries.fitting(leaves, tree) or self._linked_to(leaves, tree)
+            entry = self.entries.fitting(leaves, tree)
+            may_link = entry is None and self._shapes.has_symbols
+            # A symbolic program's guard checks all but sizes, so no other check is needed.
+            if may_link and not refusals.watching_input(self._model, leaves):
+                entry = self._linked_for(self._inputs(leaves, tree))
             # Parameters may have been replaced, or come to share memory, since the last step.
             if entry is not None and entry.why_no_update(first):
                 self._forget()
@@ -253,13 +257,6 @@ class TrainingStep(Dispatcher["_StepEntry"]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies the options only: a copy compiles at its first call."""
         return TrainingStep, self.made_of
-
-    def _linked_to(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry | None:
-        """Links a symbolic program for the sizes of a batch; None if none fits."""
-        # A symbolic program's guard checks all but sizes, so no other check is needed.
-        if not self._shapes.has_symbols or refusals.watching_input(self._model, leaves):
-            return None
-        return self._linked_for(self._inputs(leaves, tree))
 
     def _inputs(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> Inputs:
         """Returns the inputs: a copy of the first micro-batch, and the batch as given."""

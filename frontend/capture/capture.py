@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ...autodiff.traces.torch_user_rules import DATA_DEPENDENT_ERRORS
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError
 from ...reuse.evidence.module_state import walk_modules
@@ -43,7 +44,7 @@ from ..tracing.torch_asked_classes import sizes_like_numbers
 from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu
 from ..tracing.torch_patches import intercepted
 from ..tracing.torch_state import settings_restored
-from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH
+from ..tracing.torch_tracing import LEAVES_PYTORCH
 from . import surroundings
 from .assemble import ResultTree, captured_model
 from .block_calls import BlockCalls

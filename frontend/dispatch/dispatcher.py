@@ -328,6 +328,10 @@ class Refusals:
                 self.note(call, f"{reason} {advice}", "never")
 
 
+class TooSmallError(CaptureError):
+    """A program has too few operators: to call it takes longer than it saves."""
+
+
 @dataclass(frozen=True)
 class RunEagerly:
     """The decision that a call runs the model eagerly, and when a capture is tried again."""
@@ -500,7 +504,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
                 raise
             raised = error.raised if isinstance(error, refusals.WrongCallError) else ""
             raised = "" if raised in self._accepted else raised
-            tries: Tries = "never" if self._is_lasting(error) else "once more"
+            tries: Tries = "never" if isinstance(error, TooSmallError) else "once more"
             return RunEagerly(str(error), call, tries, raised)
         self._refusals.forget(call)  # it was refused for a side effect that did not come again
         self._refusals.note_numbers(call, leaves, entry.guard.answers)
@@ -512,10 +516,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         """Whether the model may run eagerly after this error of its compile."""
         is_capture = isinstance(error, CaptureError) and not isinstance(error, FinalCaptureError)
         return is_capture and self.options.fallback == "eager"
-
-    def _is_lasting(self, error: LazyInlineError) -> bool:
-        """Whether an error will occur again if the capture is tried again."""
-        return False
 
     def _why_never(self) -> str:
         """Returns why the model, as it is now, cannot be compiled for any call, or ""."""

@@ -40,7 +40,7 @@ from ..sizes.shapes import CompileResult
 from ..tracing.frames import warn_user
 from ..tracing.torch_patches import replaced
 from . import torch_slot
-from .dispatcher import ModuleDispatcher, ModuleEntry, Refusals, RunEagerly
+from .dispatcher import ModuleDispatcher, ModuleEntry, Refusals, RunEagerly, TooSmallError
 
 MIN_NODES = 3
 """The fewest graph nodes of a part's program; smaller parts run on PyTorch's own kernels."""
@@ -52,10 +52,6 @@ MAX_DEPTH = 30
 """The deepest nesting of modules with parts: each dispatcher adds frames to Python's stack."""
 
 Likeness = tuple[Any, ...]
-
-
-class TooSmallError(CaptureError):
-    """A program has too few operators: to call it takes longer than it saves."""
 
 
 @dataclass
@@ -129,9 +125,6 @@ class PartDispatcher(ModuleDispatcher):
     def _may_run_eagerly(self, error: LazyInlineError) -> bool:
         is_known = isinstance(error, (CaptureError, PlanError))
         return is_known and not isinstance(error, FinalCaptureError)
-
-    def _is_lasting(self, error: LazyInlineError) -> bool:
-        return isinstance(error, TooSmallError)
 
 
 def alone(thread: threading.local, why: str) -> AbstractContextManager[None]:

@@ -128,13 +128,13 @@ def _comparison(found: Numbers, late: CompileRecord, early: CompileRecord) -> st
     if not found["step_ms"]:
         return f"{text}."
     end = " on a busy machine, which is not to be trusted." if found["noise"] else "."
-    return f"{text}. A step takes {ratio_range(_against_eager(found))} the time of eager{end}"
+    return f"{text}. A step takes {ratio_range(_against('eager', found))} the time of eager{end}"
 
 
-def _against_eager(found: Numbers) -> list[float]:
-    """Returns late over eager, by the fastest step and by the median."""
+def _against(name: str, found: Numbers) -> list[float]:
+    """Returns late over another way, by the fastest step and by the median."""
     # Both, as a range, because on a busy machine they differ.
-    return [found[time]["late"] / found[time]["eager"] for time in ("step_min_ms", "step_ms")]
+    return [found[time]["late"] / found[time][name] for time in ("step_min_ms", "step_ms")]
 
 
 # ---- figures ---------------------------------------------------------------------------------
@@ -237,14 +237,13 @@ def _other_tiles(found: Numbers, late: CompileRecord) -> Iterator[Tile]:
         less, cpu_s = times_less(late.cpu_s, other["cpu_s"]), f"{other['cpu_s']:.2f} s {name}"
         good = late.cpu_s < other["cpu_s"]
         yield tile(f"Compile against {name}", less, f"{late.cpu_s:.2f} s late, {cpu_s}", good=good)
-        ratios = [found[time]["late"] / found[time][name] for time in ("step_min_ms", "step_ms")]
-        theirs = seconds_text(found["step_ms"][name] / 1e3)
+        ratios, theirs = _against(name, found), seconds_text(found["step_ms"][name] / 1e3)
         good = max(ratios) <= 1 and not found["noise"]
         yield tile(f"Step against {name}", ratio_range(ratios), f"{theirs} {name}", good=good)
 
 
 def _run_tiles(found: Numbers) -> Iterator[Tile]:
-    ratios, noisy = _against_eager(found), found["noise"]
+    ratios, noisy = _against("eager", found), found["noise"]
     late, eager = (seconds_text(found["step_ms"][name] / 1e3) for name in ("late", "eager"))
     yield tile(
         "Step time against eager's",

@@ -164,7 +164,7 @@ def differentiate(state: State) -> State:
     is_step = state.goal.kind == "step"
     if is_step:
         check_batch_is_kept(program)
-    request = loss_differentiation(program) if is_step else differentiation(program)
+    request = differentiation(program, of_loss=is_step)
     derivative = state.context.differentiator.of(request)
     if is_step and derivative is None:
         raise PlanError("The loss depends on no parameter that requires grad.")
@@ -253,20 +253,17 @@ def differentiable_inputs(program: ir.Program) -> list[int]:
     return [index for index, source in enumerate(program.sources) if ir.wants_gradient(source)]
 
 
-def differentiation(program: ir.Program) -> Request:
-    """Requests the derivative of a captured model by every input that requires grad."""
-    written = {output for output, _ in program.writes}
+def differentiation(program: ir.Program, *, of_loss: bool = False) -> Request:
+    """Requests the derivative of a captured model by every input that requires grad.
+
+    That of a micro-batch's loss is by the model's tensors alone.
+    """
+    written, inputs = {output for output, _ in program.writes}, differentiable_inputs(program)
+    if of_loss:
+        inputs = [i for i in inputs if isinstance(program.sources[i], ir.ModelTensor)]
     outputs = tuple(i for i in range(len(program.outputs)) if i not in written)
-    inputs = tuple(differentiable_inputs(program))
-    return Request(_unbound("main", program), inputs, outputs)
-
-
-def loss_differentiation(program: ir.Program) -> Request:
-    """Requests the derivative of a micro-batch's loss by the model's tensors."""
-    wanted = [
-        i for i in differentiable_inputs(program) if isinstance(program.sources[i], ir.ModelTensor)
-    ]
-    return Request(_unbound("micro_batch", program), tuple(wanted), (0,))
+    closure = _unbound("micro_batch" if of_loss else "main", program)
+    return Request(closure, tuple(inputs), outputs)
 
 
 def tensor_name(name: str) -> str:

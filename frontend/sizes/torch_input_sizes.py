@@ -402,7 +402,10 @@ def learned_names(
     """
     history = [*earlier, shapes_of(leaves)]
     first = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
-    grown, steps = _grown(history, growing), _steps(history, growing)
+    grown = _grown(history, growing)
+    # By how much a dimension may grow in this call: the sizes of other inputs.
+    others = zip(history[-1], growing, strict=False)
+    steps = {n for shape, grows in others if grows is None for n in shape[1:]}
     varying: list[list[tuple[int, ...]]] = []  # for each dimension its sizes, call by call
     related = set(grown)
     for index, leaf in enumerate(leaves):
@@ -450,12 +453,6 @@ def _grown(history: Sequence[Shapes], growing: Sequence[int | None]) -> set[tupl
     pairs = [(i, dim) for i, dim in enumerate(growing) if dim is not None]
     pairs = [(i, dim) for i, dim in pairs if len(history[-1][i]) >= -dim]
     return {tuple(shapes[i][dim] for shapes in history) for i, dim in pairs}
-
-
-def _steps(history: Sequence[Shapes], growing: Sequence[int | None]) -> set[int]:
-    """Returns by how much a dimension may grow in this call: the sizes of other inputs."""
-    dims = zip(history[-1], growing, strict=False)
-    return {n for shape, grows in dims if grows is None for n in shape[1:]}
 
 
 def _grows(

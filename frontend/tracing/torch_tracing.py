@@ -24,7 +24,6 @@ import torch.fx
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
@@ -56,12 +55,6 @@ _TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torc
 
 LEAVES_PYTORCH = ".numpy() is not supported"
 """Text of PyTorch's error for ``.numpy()`` of a fake tensor."""
-
-DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
-
 
 _OWN_NAMESPACES = frozenset(["aten", "prim", "prims"])
 _PYTORCHS_NAMESPACES = """
