@@ -172,12 +172,11 @@ def _carries_back(leaf: ir.Leaf, *, but_zeros: bool) -> Flows:
 
 
 def _flows(program: ir.Program, of_leaf: Callable[[ir.Leaf], Flows]) -> Flows:
-    return _folded(program, _of_program, of_leaf, _all_to_all)
-
-
-def _all_to_all(made: ir.Pack | ir.Unpack) -> Flows:
     # A struct is opaque, so every operand counts as flowing into every result: the safe answer.
-    return [frozenset(range(len(made.input_types)))] * len(made.output_types)
+    def of_struct(made: ir.Pack | ir.Unpack) -> Flows:
+        return [frozenset(range(len(made.input_types)))] * len(made.output_types)
+
+    return _folded(program, _of_program, of_leaf, of_struct)
 
 
 def _of_program(program: ir.Program, closures: Mapping[ir.Closure, Flows]) -> Flows:

@@ -54,22 +54,20 @@ class ReuseRow:
 
 def reuse_rows(decisions: Sequence[SharingDecision]) -> list[ReuseRow]:
     """Returns a row for each traced block, in the order they were traced."""
-    groups = alike(decisions, _traced_at)
-    members = {_traced_at(group[0]): group for group in groups}
+    members = {_traced_at(group[0]): group for group in alike(decisions, _traced_at)}
     return [
         ReuseRow(
             text_of_keys([d.key for d in group]),
             sum(_num_runs(d.path, members) for d in group),
             _note(group, members),
         )
-        for group in groups
+        for group in members.values()
     ]
 
 
 def shared_classes(decisions: Sequence[SharingDecision]) -> list[str]:
     """Says of each class with fewer graphs than calls: ``12 Layer share one graph``, most first."""
-    groups = alike(decisions, _traced_at)
-    members = {_traced_at(group[0]): group for group in groups}
+    members = {_traced_at(group[0]): group for group in alike(decisions, _traced_at)}
     found = []
     for group in alike(decisions, lambda decision: decision.class_name):
         num_calls = sum(_num_runs(d.path, members) for d in group)

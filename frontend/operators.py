@@ -270,7 +270,7 @@ def _checked_operator(target: Any) -> Any:
             else f"{_name_of(target)!r} is no operator. A rule is for what torch.library.custom_op "
             "returned, or for torch.ops.<namespace>.<name>."
         )
-    if rules.is_pytorchs(found):
+    if found.namespace in rules.OWN_NAMESPACES:
         raise DecompositionError(f"{found} is PyTorch's, and compiled programs know it already.")
     if is_mutable(found) or returns_operand(found):
         raise DecompositionError(

@@ -367,7 +367,10 @@ class _StepEntry:
 
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Copies the batch in, runs the program, and sets the gradients."""
-        return self._run(leaves) if self._move else self._run_without_modes(leaves)
+        if self._move:
+            return self._run(leaves)
+        with without_autocast(), torch.no_grad():
+            return self._run(leaves)
 
     @without_autocast()
     def run_to_graph(self, leaves: Sequence[Any]) -> torch.Tensor:
@@ -381,11 +384,6 @@ class _StepEntry:
             handed = self._handed_of(outputs)
         self._before = self._handed_before = None
         return handed.as_graph_of(loss)
-
-    @without_autocast()
-    def _run_without_modes(self, leaves: Sequence[Any]) -> torch.Tensor:
-        with torch.no_grad():
-            return self._run(leaves)
 
     def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
         self._set_seed()

@@ -220,11 +220,12 @@ class Lanes:
         sizes = [row.shape[dim] for row in rows]
         primal, *parts = function(torch.cat(rows, dim)).split(sizes, dim)
         size = (self.series.directions, sizes[0])
-        parts = [
+        rest = (
             part.unflatten(dim, size).movedim(dim - 1, 0) if is_many else part
             for part, is_many in zip(parts, many, strict=True)
-        ]
-        return Jet(primal, as_coefficients(jet.coefficients, parts))
+        )
+        orders = sorted(jet.coefficients.items())
+        return Jet(primal, {order: tuple(next(rest) for _ in lanes) for order, lanes in orders})
 
     def with_series(self, primal: Tensor, coefficients: Coefficients) -> Tensor | Jet:
         """Returns a value with its coefficients, which get its shape and dtype."""
@@ -245,16 +246,6 @@ def _with_shape(tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, many
     if many and missing:
         tensor = tensor.reshape(tensor.shape[0], *[1] * missing, *tensor.shape[1:])
     return tensor.expand(shape)
-
-
-def as_coefficients(
-    coefficients: Coefficients, tensors: Sequence[Tensor]
-) -> dict[int, tuple[Tensor, ...]]:
-    """Returns tensors, lane by lane from the lowest order on, as coefficients."""
-    rest = iter(tensors)
-    return {
-        order: tuple(next(rest) for _ in lanes) for order, lanes in sorted(coefficients.items())
-    }
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,32 +35,26 @@ def partition(
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
     # The partitioners see the results of a multi-output operator by its getitem nodes alone.
-    _drop_unused_picks(joint)
-    _pick_of_unused(joint)
+    _mend_picks(joint)
     split = default_partition if policy == "save" else min_cut_rematerialization_partition
     forward, backward = split(joint, (), num_fwd_outputs=num_outputs)
     return forward, _without_second_draws(backward)
 
 
-def _drop_unused_picks(joint: GraphModule) -> None:
-    """Removes unused getitem nodes: a gradient that was not requested is no tensor."""
-    for node in reversed(joint.graph.nodes):
-        if node.target is operator.getitem and not node.users:
-            joint.graph.erase_node(node)
+def _mend_picks(joint: GraphModule) -> None:
+    """Removes unused getitem nodes: a gradient that was not requested is no tensor.
 
-
-def _pick_of_unused(joint: GraphModule) -> None:
-    """Adds a getitem node to each multi-output operator without one, such as an unused draw.
-
-    Without it a partitioner takes the operator's result for a tensor.
+    Adds one to each multi-output operator without any, such as an unused draw: a partitioner would
+    take the operator's result for a tensor.
     """
-    for node in list(joint.graph.nodes):
+    for node in reversed([*joint.graph.nodes]):
         value = node.meta.get("val")
-        if node.users or not isinstance(value, (tuple, list)) or not value:
-            continue
-        with joint.graph.inserting_after(node):
-            pick = joint.graph.call_function(operator.getitem, (node, 0))
-        pick.meta.update({**node.meta, "val": value[0]})
+        if not node.users and node.target is operator.getitem:
+            joint.graph.erase_node(node)
+        elif not node.users and isinstance(value, (tuple, list)) and value:
+            with joint.graph.inserting_after(node):
+                pick = joint.graph.call_function(operator.getitem, (node, 0))
+            pick.meta.update({**node.meta, "val": value[0]})
 
 
 def _without_second_draws(backward: GraphModule) -> GraphModule:

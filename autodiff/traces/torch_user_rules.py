@@ -38,7 +38,7 @@ DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
 """The errors of a fake tensor whose values, or a size computed from them, Python asks for."""
 
 _AUTOGRAD_KEYS = ("Autograd", "AutogradCPU", "AutogradCUDA")
-_PYTORCHS = ("aten", "prim", "prims")
+OWN_NAMESPACES = ("aten", "prim", "prims")  # of PyTorch's operators
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +73,6 @@ def operator_of(target: Any) -> Any:
         names = target.overloads()
         return getattr(target, names[0]) if len(names) == 1 else None
     return target if isinstance(target, torch._ops.OpOverload) else None
-
-
-def is_pytorchs(operator: Any) -> bool:
-    """Returns whether an operator is one of PyTorch's."""
-    return operator.namespace in _PYTORCHS
 
 
 def has_own_derivative(operator: Any) -> bool:

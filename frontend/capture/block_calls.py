@@ -167,7 +167,10 @@ class TemplateMaker:
         node = self._tracer.call(regions.shared_call, operands)
         node.meta["call"] = regions.CallSite(template.region, path, recompute_mark(module))
         node.meta[WRITES] = [operands[i] for i in template.written]
-        history = self._history(operands, leaves)
+        # ``_own`` represents the block's own tensors, most of which have no fakes.
+        known = (*leaves, *map(self._own_fake, operands))
+        moving = (x for x in known if isinstance(x, torch.Tensor) and x.requires_grad)
+        history = [self._own, *moving]  # what requires grad and results may depend on
         for i in template.grown:
             grown = self._operand_tensor(template.bindings[i], module, leaves)
             self._tracer.write(grown, history)
@@ -188,14 +191,6 @@ class TemplateMaker:
         num_written = 0 if template.slots is None else len(template.slots.written)
         count = len(results) - num_written
         return torch_pytree.unflatten(results[:count], template.output_spec), results[count:]
-
-    def _history(
-        self, operands: Sequence[torch.fx.Node], leaves: Sequence[Any]
-    ) -> list[torch.Tensor]:
-        """Returns the tensors that require grad and that results may depend on."""
-        # ``_own`` represents the block's own tensors, most of which have no fakes.
-        known = (*leaves, *map(self._own_fake, operands))
-        return [self._own, *(x for x in known if isinstance(x, torch.Tensor) and x.requires_grad)]
 
     def _operand_tensor(
         self, binding: tuple[str, Any], module: nn.Module, leaves: Sequence[Any]

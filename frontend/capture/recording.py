@@ -255,17 +255,13 @@ class Recording:
                 "is not seen: its apply was kept before (f = Function.apply), or is given "
                 "keywords. Write Function.apply(...) where it is called, without keywords."
             )
-        self._note_function(frame, first)
-        self.refuse_unreadable(user_line)
-
-    def _note_function(self, frame: Any, first: Any) -> None:
-        code, reads = frame.f_code, self.current.reads
-        if reads is not self.reads:
-            reads.function(frame)
-        elif (code, type(first)) not in self._ran:  # once per class is enough: it reads the same
-            reads.function(frame)
-            if isinstance(first, nn.Module):
+        is_inside = self.current.reads is not self.reads
+        if is_inside or (code, type(first)) not in self._ran:
+            self.current.reads.function(frame)
+            # Of the model once per class is enough: it reads the same.
+            if not is_inside and isinstance(first, nn.Module):
                 self._ran.add((code, type(first)))
+        self.refuse_unreadable(user_line)
 
     def builtin_called(self, frame: Any, function: Any) -> None:
         """Called before a C function: refuses side effects, and notes PyTorch settings it reads."""

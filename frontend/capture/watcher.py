@@ -333,7 +333,9 @@ class ModelWatcher:
             end.meta[DIFFERENTIATED] = True
         made: dict[torch.fx.Node, torch.Tensor] = {}
         # If one input is computed from another (positions from a strain), each gets its own node.
-        for group in [used] if _independent([end for _, end in used]) else [[one] for one in used]:
+        own = {end for _, end in used}
+        apart = all(own.isdisjoint({*made_of(n, operands=differentiated)} - {n}) for n in own)
+        for group in [used] if apart else [[one] for one in used]:
             operands = [*nodes, *(end for _, end in group), *cotangents]
             node = tracer.call(DerivativeMark(len(nodes), len(group)), operands)
             for i, (x, end) in enumerate(group):
@@ -412,12 +414,6 @@ class ModelWatcher:
             "at every call. Use .detach() for .data, a torch.autograd.Function for a hook on a "
             "gradient; pass in what it needs, or keep it in a buffer."
         )
-
-
-def _independent(nodes: Sequence[torch.fx.Node]) -> bool:
-    """Whether no node is computed from another of them."""
-    distinct = set(nodes)
-    return all(distinct.isdisjoint({*made_of(n, operands=differentiated)} - {n}) for n in distinct)
 
 
 def _module_of(cls: type) -> str:

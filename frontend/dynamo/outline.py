@@ -147,7 +147,9 @@ def _chosen(module: nn.Module, runs: Sequence[_Run]) -> list[_Region]:
     # A call whose nodes are not consecutive is not a region.
     pieces = Counter(run.call for run in runs)
     regions = [_region(module, run) for run in runs if pieces[run.call] == 1]
-    uses = Counter(region.key for region in regions if _gives_tensors(region))
+    # Closures cannot return sizes or modes to the code outside.
+    given = [(region.key, map(value_of, region.outputs)) for region in regions]
+    uses = Counter(k for k, values in given if all(isinstance(x, torch.Tensor) for x in values))
     found = [region for region in regions if _pays(region, uses[region.key])]
     taken = {region.run.call for region in found}
     inner = [deeper for run in runs if run.call not in taken for deeper in run.inner]
@@ -168,12 +170,6 @@ def _region(module: nn.Module, run: _Run) -> _Region:
     outputs = tuple(node for node in run.nodes if any(user not in inside for user in node.users))
     key = region_key(module, run.nodes, inputs, outputs)
     return _Region(run, inputs, outputs, key, _count(module, run.nodes))
-
-
-def _gives_tensors(region: _Region) -> bool:
-    """Whether code outside uses only its tensors; closures cannot return sizes or modes."""
-    values = (value_of(node) for node in region.outputs)
-    return all(isinstance(value, torch.Tensor) for value in values)
 
 
 def value_of(node: Node) -> Any:

@@ -279,11 +279,8 @@ def read_stages(
     arriving: tuple[int, ...] = (0,)  # result 0 of the last stage is the loss
     own = state.table.stages_of(state.rank)
     for stage in reversed(state.stages):
-        is_own, more, before = stage.index in own, dict[str, Any](), ""
-        if local is None:
-            before = place_of(state.table.rank_of[stage.index])
-        else:
-            before, more = local(stage)
+        is_own, rank = stage.index in own, state.table.rank_of[stage.index]
+        before, more = (place_of(rank), dict[str, Any]()) if local is None else local(stage)
         place, more["trusted"] = before + stage_place(stage.index), trusted or not is_own
         read = read_runs(parts, place, stage.program, parts.json(place + BOUNDARY), **more)
         stage = replace(stage, program=read.captured)

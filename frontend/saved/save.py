@@ -7,7 +7,6 @@ from collections import ChainMap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -195,7 +194,7 @@ class _Saved:
         optimizer: StepOptimizer | None = None,
         batching: Batching | None = None,
         *,
-        told: Mapping[str, Any] = MappingProxyType({}),
+        told: Mapping[str, Any] | None = None,
         ids: Container[int] | None = None,
         count: int = 1,
         part_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
@@ -207,7 +206,7 @@ class _Saved:
             )
         self._model, self._options = model, options
         self._kept, self._batching, self._optimizer = kept, batching, optimizer
-        self._told = told
+        self._told = told or {}
         self._ids, self._count, self._part_of = ids, count, part_of
         self._names, self._tensors = TensorNames.of(model)
         self._by_id = {id(tensor): name for name, tensor in self._tensors.items()}

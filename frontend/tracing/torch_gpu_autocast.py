@@ -108,7 +108,10 @@ class GpuCasts:
 
         def twin(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.device.type in _AS_ON_A_GPU:
-                return twins.setdefault(id(value), self._on_the_gpu(value))
+                with torch._C._DisableTorchDispatch():
+                    layout = value.shape, value.stride()
+                    memory = torch.empty_strided(*layout, dtype=value.dtype, device="meta")
+                return twins.setdefault(id(value), FakeTensor(self._mode, memory, _GPU))
             return value
 
         on_gpu = map_aggregate((tuple(args), dict(kwargs)), twin)
@@ -147,13 +150,6 @@ class GpuCasts:
             return watch.casts, result
         finally:
             torch.set_autocast_cache_enabled(cached)
-
-    def _on_the_gpu(self, value: torch.Tensor) -> torch.Tensor:
-        with torch._C._DisableTorchDispatch():
-            memory = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
-        return FakeTensor(self._mode, memory, _GPU)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...autodiff.traces.torch_user_rules import rules_above_autograd
+from ...autodiff.traces.torch_user_rules import OWN_NAMESPACES, rules_above_autograd
 from ...reuse import torch_names
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, memory_of, stamp_of
@@ -56,7 +56,6 @@ _TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torc
 LEAVES_PYTORCH = ".numpy() is not supported"
 """Text of PyTorch's error for ``.numpy()`` of a fake tensor."""
 
-_OWN_NAMESPACES = frozenset(["aten", "prim", "prims"])
 _PYTORCHS_NAMESPACES = """
     _c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test aten c10d cuda
     debug_mode_ops debugprims export fsdp higher_order inductor inductor_prims mkl
@@ -97,7 +96,7 @@ def _dispatch_unprofiled(
     # Inside PyTorch's own operators only PyTorch's code runs: most of the 386,000 profile events of
     # a Llama of two layers. A custom operator or a tensor subclass may run a user's function, which
     # the profiler has to see.
-    is_own = func.namespace in _OWN_NAMESPACES and all(kind is FakeTensor for kind in types)
+    is_own = func.namespace in OWN_NAMESPACES and all(kind is FakeTensor for kind in types)
     if not (is_own and callable(profile)):
         return dispatch(func, types, args, kwargs)
     sys.setprofile(None)

@@ -304,7 +304,9 @@ class RootEvidence:
         # If code ran, every function with this code counts: of blocks that share, only one ran. Of
         # other functions, code can read only the parts that it names.
         ran = {code for code, _ in reads.functions}
-        names = {*names, *(("__closure__", *_FUNCTION_PARTS) if _uses_inspect(reads) else ())}
+        values = (look_up(owner, name) for owner, name in reads.places())
+        if any(v is inspect or getattr(v, "__module__", "") == "inspect" for v in values):
+            names = {*names, "__closure__", *_FUNCTION_PARTS}
         named = [name for name in _FUNCTION_PARTS if name in names]
         done: set[int] = set()
         while todo := [f for i, f in self.contents.functions.items() if i not in done]:
@@ -388,11 +390,6 @@ def _part_of(owner: Any, name: str) -> Any:
     if isinstance(owner, (types.FunctionType, type)):
         return getattr(owner, name, ABSENT)
     return look_up(owner, name)
-
-
-def _uses_inspect(reads: Reads) -> bool:
-    values = (look_up(owner, name) for owner, name in reads.places())
-    return any(v is inspect or getattr(v, "__module__", "") == "inspect" for v in values)
 
 
 def _own_names(holder: Any, names: set[str]) -> Iterator[str]:
