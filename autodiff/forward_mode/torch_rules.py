@@ -420,10 +420,6 @@ def rule_of(target: Any) -> Rule | None:
     return RULES.get(name) or RULES.get(name.partition(".")[0])
 
 
-def _variance(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _variance_and_mean(x, dim, correction=correction, keepdim=keepdim)[0]
-
-
 def _variance_and_mean(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
@@ -452,7 +448,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     found: dict[Any, Callable[..., Any]] = {
         aten.addmm.default: _product_plus,
         aten.baddbmm.default: _product_plus,
-        aten.var.correction: _variance,
+        aten.var.correction: lambda *args, **more: _variance_and_mean(*args, **more)[0],
         aten.var_mean.correction: _variance_and_mean,
     }
     for name in _DECOMPOSED:

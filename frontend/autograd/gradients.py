@@ -251,7 +251,8 @@ class Gradients:
         if made.gradients.outputs != request.outputs or (run is None) == request.is_differentiated:
             return None
         if run is None:
-            run = _without_graph(made.compiled)
+            forward = made.compiled.runtime.forward
+            run = torch.no_grad()(lambda inputs: forward(inputs)[0])
         derivative = self._compiled.derivative
         assert derivative is not None
         wanted = derivative.gradient_inputs
@@ -388,16 +389,6 @@ class _Gradients(torch.autograd.Function):
 
 
 # ---- gradients along with the forward, before a loss asks ----------------------------------------
-
-
-def _without_graph(compiled: CompiledProgram) -> Run:
-    """Returns a function that runs a program without a backward."""
-
-    def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        with torch.no_grad():
-            return compiled.runtime.forward(inputs)[0]  # type: ignore[no-any-return]
-
-    return run
 
 
 class Ahead:
