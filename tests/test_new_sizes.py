@@ -194,6 +194,23 @@ def test_gradients_that_settle_a_size_leave_it_open_in_the_forward() -> None:
     assert (report.num_gradients, report.num_compiles, report.num_links) == (0, 1, 1)
 
 
+class Lone(nn.Module):
+    """Settles both sizes of its first input, the second one late; nothing else has symbols."""
+
+    def forward(self, places: Tensor, ends: Tensor) -> Tensor:
+        count, near = int(places.shape[0]), places[ends]
+        return near.new_zeros(count, 3).index_add(0, ends, near * near).sum()
+
+
+def test_a_gradient_may_have_a_symbol_where_its_leaf_has_numbers_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LAZYINLINE_VERIFY", "0")  # as users have it: else its sizes are numbers
+    places, ends = torch.randn(2, 3, requires_grad=True), torch.zeros(0, dtype=torch.long)
+    lazyinline.compile(Lone(), dynamic=True, backend="eager")(places, ends).backward()
+    assert_close(places.grad, torch.zeros(2, 3))
+
+
 def test_with_a_budget_each_shape_is_planned_for_itself(alone: mock.Mock) -> None:
     steps_at(SHAPES[:3], recompute=Budget(10**9))
     assert alone.call_count == 3

@@ -313,8 +313,8 @@ def closure_list(leaf: Leaf, kernel: Kernel | None = None) -> KernelList:
 
 
 def has_sizes(leaf: Leaf) -> bool:
-    """Whether a leaf has symbolic sizes."""
-    types_ = flat_types(leaf.input_types)
+    """Whether a leaf has symbolic sizes, or only a gradient whose size a trace settled since."""
+    types_ = flat_types((*leaf.input_types, *leaf.output_types))
     return bool(torch_symbols.symbols_of(leaf.module)) or any(t.is_symbolic for t in types_)
 
 
