@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..autodiff.derivative import Derivative
-from ..autodiff.flows import Draws, Flows, output_order, trained_inputs, view_roots
+from ..autodiff.flows import Draws, Flows, output_order, trained_inputs, used_inputs, view_roots
 from ..autodiff.missing_cotangents import MissingCotangents
 from ..autodiff.training_program import GradientProgram, StepProgram
 from ..backend.launches.torch_native import Hold
@@ -126,6 +126,13 @@ class Facts:
     def view_roots(self) -> list[object]:
         """For each output, what it is a view of."""
         return view_roots(self._program)
+
+    @cached_property
+    def read_inputs(self) -> frozenset[int]:
+        """The inputs that results are computed from; a new value of a buffer is no result."""
+        new_values = {output for output, _ in self._program.writes}
+        results = [v for i, v in enumerate(self._program.outputs) if i not in new_values]
+        return used_inputs(replace(self._program, outputs=tuple(results), writes=()))
 
     @cached_property
     def output_order(self) -> list[int]:

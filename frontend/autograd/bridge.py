@@ -155,13 +155,15 @@ class Bridge:
         self.pick_watched = picker(watched)
         self.num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
         outputs = range(len(compiled.captured.program.outputs))
-        # Inputs that only a derivative of the backward may need. Those that the forward overwrites
-        # come last: no gradient depends on them, so they are not checked for changes.
+        # Inputs that only a second run of the forward needs, or a derivative of the backward. Those
+        # that the forward overwrites come last; of what results are computed from, a copy is held.
         needed = set(derivative.kept_inputs)
         rest = [i for i in range(len(self.program.inputs)) if i not in needed]
         self.others = [i for i in rest if i not in written] + [i for i in rest if i in written]
         self.pick_others = picker(self.others)
         self.num_unwritten = sum(i not in written for i in rest)
+        read = self.facts.read_inputs if self.num_unwritten < len(rest) else ()
+        self.overwritten = [i for i, k in enumerate(self.others) if k in written and k in read]
         # A program of gradients must draw the random numbers that the forward drew.
         self.draws = self.facts.draws
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
@@ -266,8 +268,13 @@ class Step:
     _versions: Sequence[int] = ()
 
     def hold_others(self) -> None:
-        """Keeps references to the inputs that the backward does not need, with their versions."""
+        """Keeps the inputs that the backward does not need, with their versions."""
         self.others = self.bridge.pick_others(self.inputs)
+        if self.bridge.overwritten:
+            held = list(self.others)
+            for i in self.bridge.overwritten:
+                held[i] = held[i].clone()
+            self.others = held
         unwritten = self.others[: self.bridge.num_unwritten]
         try:
             self._others_versions = versions_of(unwritten)
@@ -282,7 +289,7 @@ class Step:
         for tensor, version in zip(self.others, self._others_versions, strict=False):
             if version is not None:
                 unchanged(tensor, version)
-        # Inputs that the forward overwrites are unused, but autograd would check their versions.
+        # Autograd would check the versions of those that the forward overwrites.
         num = self.bridge.num_unwritten
         others = [*self.others[:num], *(tensor.clone() for tensor in self.others[num:])]
         found.update(zip(self.bridge.others, others, strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...autodiff.derivative import Derivative, Differentiator, Recipe, Request
-from ...autodiff.flows import Draws, used_inputs
+from ...autodiff.flows import Draws
 from ...autodiff.inner_gradients import takes_gradients
 from ...autodiff.training_program import (
     own_derivative,
@@ -358,12 +358,6 @@ def take_gradients(state: Compilation) -> Compilation:
     if made is None:
         raise NoGradientsError("No gradient flows to an input or a parameter that requires grad.")
     _require_same_draws(program, made.program)
-    if not used_inputs(made.program).isdisjoint(target for _, target in program.writes):
-        raise NoGradientsError(
-            "There is no second derivative of a forward that changes a buffer it computes with: "
-            "the gradient would be taken from what it is now. Call model.eval(), or call the model "
-            "itself where its gradient is differentiated."
-        )
     return replace(_captured_as(state, made.program), gradients=made)
 
 
