@@ -416,9 +416,7 @@ def _asked_for(func: Any, args: Any, kwargs: Any, results: list[Any]) -> list[An
     Kernels return None there, and some fake kernels, as of ``native_batch_norm_backward``, tensors.
     """
     names = [argument.name for argument in func._schema.arguments]
-    mask = dict(zip(names, args, strict=False), **kwargs).get("output_mask")
-    if mask is None:
-        return results
+    mask = dict(zip(names, args, strict=False), **kwargs).get("output_mask", [True] * len(results))
     return [t if asked else None for t, asked in zip(results, mask, strict=True)]
 
 

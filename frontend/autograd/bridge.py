@@ -269,12 +269,8 @@ class Step:
 
     def hold_others(self) -> None:
         """Keeps the inputs that the backward does not need, with their versions."""
-        self.others = self.bridge.pick_others(self.inputs)
-        if self.bridge.overwritten:
-            held = list(self.others)
-            for i in self.bridge.overwritten:
-                held[i] = held[i].clone()
-            self.others = held
+        held, over = self.bridge.pick_others(self.inputs), self.bridge.overwritten
+        self.others = [t.clone() if i in over else t for i, t in enumerate(held)] if over else held
         unwritten = self.others[: self.bridge.num_unwritten]
         try:
             self._others_versions = versions_of(unwritten)

@@ -476,7 +476,7 @@ def _own_tensors(
                 leaf = leaves[position]
                 is_same = outside.real_ids.get(id(leaf)) == id(tensor)
                 apart = tensor.storage_offset() - leaf.storage_offset()
-                rows.append(("own tensor", path, name, position, is_same, apart))
+                rows.append((path, name, position, is_same, apart))
     return rows
 
 
