@@ -49,12 +49,12 @@ from link_tree import ROOT
 # of a block's buffer, what runs again and clipped steps in files (frontend +57), masks of results
 # (backend +12).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_358, 89),
+    "frontend": (28_354, 89),
     "reuse": (9_615, 34),
     "autodiff": (6_039, 19),
     "recompute": (1_074, 4),
     "pipeline_parallel": (7_095, 23),
-    "backend": (12_075, 37),
+    "backend": (12_073, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
