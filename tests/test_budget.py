@@ -45,9 +45,9 @@ from link_tree import ROOT
 # passes (frontend +150, reuse +33), errors of derivatives with their line (autodiff +33), values of
 # index_put (backend +53), gradients of pools, and casts, that are eager's (backend +147), norms
 # under autocast (autodiff +34), writes into slices (backend +10), histories of what is written and
-# parts that checkpoints run again (frontend +55, reuse +23, autodiff +8), parts of one tensor, views
-# of a block's buffer, what runs again and clipped steps in files (frontend +57), masks of results
-# (backend +12).
+# parts that checkpoints run again (frontend +55, reuse +23, autodiff +8), parts of one tensor,
+# views of a block's buffer, what runs again and clipped steps in files (frontend +57), masks of
+# results (backend +12).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_354, 89),
     "reuse": (9_615, 34),
