@@ -299,5 +299,5 @@ def test_a_forged_file_of_several_ranks_is_refused_in_a_sentence(
     content: bytes = request.getfixturevalue(kind)
     ways = (forger.swapped, forger.left_out, forger.json_changed)
     ways += (forger.text_changed, forger.size_changed)
-    with one_of_many(world):
-        assert num_refused(content, tmp_path / "forged.lz", range(count), *ways) > count // 3
+    with one_of_many(world):  # of four ranks, which reads none of the others' parts
+        assert num_refused(content, tmp_path / "forged.lz", range(count), *ways) > count // 5
