@@ -292,7 +292,7 @@ def test_megatrons_plan_sums_twice_per_layer_and_moves_the_bytes_that_were_predi
 def test_micro_batches_are_added_up_in_float32_on_each_rank_where_asked_for() -> None:
     """As many bytes are moved: gradients are reduced once, when the last is added."""
     ids = torch.randint(VOCABULARY, (32, 8), generator=torch.Generator().manual_seed(1))
-    alone = tiny(0).bfloat16()
+    alone = tiny(1).bfloat16()
     exact = [torch.zeros_like(p, dtype=torch.float32) for p in alone.parameters()]
     for part in ids.chunk(16):
         loss = alone(part, part) / 16
@@ -300,7 +300,7 @@ def test_micro_batches_are_added_up_in_float32_on_each_rank_where_asked_for() ->
             total += one
 
     def train(rank: int, sums: Any) -> tuple[float, int]:
-        model, options = tiny(0).bfloat16(), {"micro_batches": 16, "backend": "eager"}
+        model, options = tiny(1).bfloat16(), {"micro_batches": 16, "backend": "eager"}
         mesh = mesh_of(data=2)
         parallel = lazyinline.parallelize(model, (ids, ids), mesh=mesh, sums=sums, **options)
         parallel.step(ids, ids)
@@ -311,7 +311,7 @@ def test_micro_batches_are_added_up_in_float32_on_each_rank_where_asked_for() ->
 
     (rounded, moved), _ = run_in_threads(2, partial(train, sums="as_gradients"))
     assert run_in_threads(2, partial(train, sums="float32"))[0] == (
-        pytest.approx(0, abs=rounded / 1.15),
+        pytest.approx(0, abs=rounded / 1.25),
         moved,
     )
     with one_of_many(2), pytest.raises(lazyinline.PipelineError, match="sums='float32'"):

@@ -18,7 +18,7 @@ import torch
 from comparing import gradients
 from hugging_face import build
 from models import MarkedBlock, Net, batch
-from test_hostile_files import OF_PARTS, num_refused, opened, parts_in, written
+from test_hostile_files import OF_PARTS, opened, parts_in, refused, written
 from test_saved import reloaded
 from torch import Tensor, nn
 from transformers.utils.logging import warning_once
@@ -204,7 +204,7 @@ def test_files_with_such_backwards_that_are_damaged_are_refused_in_a_sentence(
         parts |= own
 
     monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
-    assert num_refused(paired, tmp_path / "model.lz", range(count), backward_changed) > count // 2
+    assert len(refused(paired, tmp_path / "model.lz", range(count), backward_changed)) > count // 2
 
 
 def test_a_file_without_such_backwards_compiles_them(paired: bytes, tmp_path: Path) -> None:
