@@ -323,8 +323,8 @@ class ParallelStep:
     def kept(self) -> list[KeptRank]:
         """What a file holds of this rank."""
         own, placed = (self.model, self._guard, self._lowered), self._parameters
-        at = self._runner.plans, self._mesh, self._mesh.get_rank()
-        return [KeptRank(*own, None, None, *at, placed.part_of, placed.as_captured)]
+        at, plans = (self._mesh, self._mesh.get_rank()), self._runner.plans
+        return [KeptRank(*own, *at, placed.part_of, placed.as_captured, plans=plans)]
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page: placements and collectives, the program, its memory, its passes.
@@ -419,7 +419,7 @@ class ParallelPipeline(Pipeline):
         """What a file holds of this rank."""
         own, mesh = (self._model.model, self._guard, self._made), self._made.on_mesh.whole
         at, placed = (mesh, mesh.get_rank()), self._on_mesh
-        return [KeptRank(*own, self._asked, None, (), *at, placed.part_of, placed.as_captured)]
+        return [KeptRank(*own, *at, placed.part_of, placed.as_captured, asked=self._asked)]
 
     def _first_value(self, source: ModelTensor) -> Tensor:
         return local_part(self._read.get(tensor_name(source.name), source.tensor))
@@ -542,5 +542,6 @@ def _kept(
     mesh = on_mesh.whole or on_mesh.mesh
     if asked is not None:
         place.insert(mesh.mesh_dim_names.index(stage_dimension(mesh)), lowered.rank)
-    own, rank = (whole.model, guard, lowered, asked, None, plans), int(mesh.mesh[tuple(place)])
-    return KeptRank(*own, mesh, rank, parts_elsewhere(whole.model, lowered.layouts, coordinate))
+    at = mesh, int(mesh.mesh[tuple(place)])
+    part_of = parts_elsewhere(whole.model, lowered.layouts, coordinate)
+    return KeptRank(whole.model, guard, lowered, *at, part_of, asked=asked, plans=plans)

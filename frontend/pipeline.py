@@ -137,7 +137,8 @@ def pipeline(
     if update is not None:
         update.groups()
     made = made_elsewhere(asked)
-    return Elsewhere([KeptRank(model, guard, one, asked, update) for _, guard, one in made])
+    found = [KeptRank(model, g, one, asked=asked, optimizer=update) for _, g, one in made]
+    return Elsewhere(found)
 
 
 def table_of(schedule: str, num_stages: int, num_ranks: int, micro_batches: int) -> ActionTable:
@@ -210,14 +211,14 @@ class KeptRank:
     model: nn.Module
     guard: Guard
     lowered: Any  # the state of its compile before link
-    asked: AskedPipeline | None = None  # for stages, the arguments of the pipeline
-    optimizer: StepOptimizer | None = None
-    plans: Sequence[ArenaPlan] = ()  # the memory plans of a step
     mesh: Any = None  # with the pipeline's dimension
     rank: int = 0  # over a mesh
     part_of: Callable[[Tensor], Tensor] = lambda tensor: tensor  # the rank's part of a tensor
     # A context in which the modules hold the captured parameters.
     as_captured: Callable[[], AbstractContextManager[None]] = nullcontext
+    asked: AskedPipeline | None = None  # for stages, the arguments of the pipeline
+    optimizer: StepOptimizer | None = None
+    plans: Sequence[ArenaPlan] = ()  # the memory plans of a step
 
     @property
     def row(self) -> Sequence[int]:
@@ -390,7 +391,7 @@ class Pipeline:
     def kept(self) -> list[KeptRank]:
         """What a file holds of this rank."""
         own = self._model.model, self._guard, self._made
-        return [KeptRank(*own, self._asked, self._optimizer)]
+        return [KeptRank(*own, asked=self._asked, optimizer=self._optimizer)]
 
     def _own_tensors(self) -> list[ModelTensor]:
         return [s for d in self._derived for s in d.stage.model_tensors]
