@@ -38,7 +38,7 @@ from .run_again import Rerunner, run_again
 from .traces.joint_trace import JointTrace
 from .traces.torch_interpreters import Gradients, stop_what_has_no_gradient
 from .traces.torch_make_fx import TO_COPY, Decompositions, traced_operator
-from .traces.torch_partition import PartitionPolicy, copy_graph, cut_joint, partition
+from .traces.torch_partition import PartitionPolicy, cut_joint, partition
 
 Remember = Callable[[Request, Callable[[], Derivative | None]], Derivative | None]
 
@@ -157,8 +157,7 @@ class Differentiator:
         if isinstance(request.choice, Cut):
             forward, backward = cut_joint(graph, number, request.choice.saved)
         else:
-            # A copy, since PyTorch's partitioners change their argument.
-            forward, backward = partition(copy_graph(graph), number, recipe.policy)
+            forward, backward = partition(graph, number, recipe.policy)
             if recipe.policy == "save" and recipe.gradients == "final":
                 save_memory_once(forward, backward)
         hand_over_views(forward, backward)

@@ -68,6 +68,12 @@ def tree_of(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """Returns all nodes of a tree, which is walked once."""
+    return list(ast.walk(tree))
+
+
 def is_adapter(path: pathlib.Path) -> bool:
     """Says whether a file may touch private names of torch."""
     return path.match(ADAPTER)
@@ -75,7 +81,7 @@ def is_adapter(path: pathlib.Path) -> bool:
 
 def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
     """Yields line and absolute dotted name of all that is imported, `from a import b` as a.b."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -145,7 +151,7 @@ class PrivateTorchNames(ast.NodeVisitor):
         self.found: list[tuple[int, str]] = []
         self.torch_names: dict[str, str] = {}
         self.docstrings = set()
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     top = alias.name.partition(".")[0]
@@ -208,7 +214,7 @@ def private_torch_names(path: pathlib.Path) -> list[tuple[int, str]]:
 def own_names(trees: Iterable[ast.AST]) -> set[str]:
     """Returns every name that our code defines: functions, classes, variables, attributes."""
     own: set[str] = set()
-    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
+    for node in itertools.chain.from_iterable(map(nodes_of, trees)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -225,12 +231,12 @@ def foreign_private_attributes(tree: ast.AST, own: set[str]) -> list[tuple[int, 
     """
     modules = {
         alias.asname or alias.name.partition(".")[0]
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Import)
         for alias in node.names
     }
     found, known = [], own | STABLE
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         name: object = None
         if isinstance(node, ast.Attribute):
             name, base = node.attr, node.value

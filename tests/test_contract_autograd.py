@@ -1,4 +1,4 @@
-"""Contracts with private PyTorch: autograd, partitioners and optimizers."""
+"""Contracts with private PyTorch: autograd, the minimum cut and optimizers."""
 
 import warnings
 from collections.abc import Callable
@@ -283,13 +283,13 @@ def named_as_partitioners_ask(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
-@contract("torch._functorch.partitioners: default_partition min_cut_rematerialization_partition")
-@pytest.mark.parametrize("name", ["default_partition", "min_cut_rematerialization_partition"])
-def test_partitioners_split_a_joint_graph_and_draw_once(name: str) -> None:
+@contract("torch._functorch.partitioners.min_cut_rematerialization_partition")
+def test_a_minimum_cut_splits_a_joint_graph_and_draws_once() -> None:
     inputs = [torch.randn(2, 2) for _ in range(3)]
     module = traced(joint, inputs)
     named_as_partitioners_ask(module)
-    forward, backward = getattr(torch._functorch.partitioners, name)(module, (), num_fwd_outputs=1)
+    split = torch._functorch.partitioners.min_cut_rematerialization_partition
+    forward, backward = split(module, (), num_fwd_outputs=1)
     torch.manual_seed(0)
     output, *saved = forward(*inputs[:2])
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from ranks import run_ranks
 from sybil import Document, Example
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser
-from test_architecture import sources, tree_of
+from test_architecture import nodes_of, sources, tree_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -260,7 +260,7 @@ def test_each_message_of_the_troubleshooting_page_is_one_that_the_code_gives() -
     texts = {
         said(node)
         for path in sources()
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(tree_of(path))
         if isinstance(node, (ast.JoinedStr, ast.Constant))
     }
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import torch
 from apart import run_apart
 from comparing import assert_close, assert_same_gradients, twin
 from models import Around
-from test_architecture import tree_of
+from test_architecture import nodes_of, tree_of
 from torch import Tensor, nn
 
 import lazyinline
@@ -144,7 +144,7 @@ def test_whatever_is_made_says_on_which_device() -> None:
 
 
 def factory_calls(path: pathlib.Path) -> Iterator[ast.Call]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(tree_of(path)):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
                 if name in MAKING and "device" not in {keyword.arg for keyword in node.keywords}:

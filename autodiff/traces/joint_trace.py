@@ -372,7 +372,7 @@ class JointTrace:
         ):
             function = partial(self._joint, types)
             joint = traced(function, [primals, tangents], sizes, decompositions)
-            for node in joint.graph.nodes:  # tagged for the default partitioner
+            for node in joint.graph.nodes:  # tagged for whatever cuts the graph
                 if node.name in self._forward:
                     node.meta["partitioner_tag"] = "is_forward"
             names = _rename_inputs(joint, len(primals))

@@ -1,4 +1,4 @@
-"""Adapter: a joint graph split into forward and backward, by PyTorch's partitioners or our cuts.
+"""Adapter: a joint graph split into forward and backward, by PyTorch's minimum cut or our cuts.
 
 In a cut of ours any set of forward values can be saved. The backward recomputes what else it needs,
 each value right before its first use, so that recomputed tensors have short lives. Random operators
@@ -27,17 +27,17 @@ def partition(
 
     ``"save"`` saves what autograd would; ``"min_cut"`` recomputes cheap operators to save fewer
     bytes. Random operators are never run twice. A graph whose backward draws is cut where autograd
-    cuts it.
+    cuts it: PyTorch's minimum cut would move these draws into the forward.
     """
-    if late_draws(joint):  # both partitioners would move these draws into the forward
+    if policy == "save" or late_draws(joint):
         return cut_joint(joint, num_outputs, read_by_backward(joint, num_outputs))
     # Imported here: it imports Inductor, which inference on eager kernels does not need.
-    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    # The partitioners see the results of a multi-output operator by its getitem nodes alone.
-    _mend_picks(joint)
-    split = default_partition if policy == "save" else min_cut_rematerialization_partition
-    forward, backward = split(joint, (), num_fwd_outputs=num_outputs)
+    copied = copy_graph(joint)  # it changes its argument
+    # It sees the results of a multi-output operator by its getitem nodes alone.
+    _mend_picks(copied)
+    forward, backward = min_cut_rematerialization_partition(copied, (), num_fwd_outputs=num_outputs)
     return forward, _without_second_draws(backward)
 
 

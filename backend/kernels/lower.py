@@ -26,7 +26,7 @@ from ...reuse.ir import torch_symbols
 from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_updates import is_update
-from ...reuse.torch_names import RESHAPES, own_device_type
+from ...reuse.torch_names import RESHAPES, module_of, own_device_type
 from ..gpu.targets import Target, target_named
 from ..gpu.torch_cuda import TritonKernel, is_interpreting, machine_code
 from ..gpu.torch_gpu import gpu_described, moved_leaf
@@ -360,9 +360,8 @@ def _eager_kernel(leaf: Leaf) -> Kernel:
 
 def _eager_function(module: torch.fx.GraphModule) -> Callable[..., Any]:
     """Returns a function that runs a leaf's operators, correct for any layout of their results."""
-    made = _of_any_layout(module)
     # Not a lazy module, which would check in each call whether its code was generated.
-    made = torch.fx.GraphModule(module, module.graph) if made is module else made
+    made = torch.fx.GraphModule(module, _of_any_layout(module).graph)
     forward: Callable[..., Any] = made.forward
     return forward
 
@@ -386,7 +385,7 @@ def _of_any_layout(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
                 with copied.inserting_before(node):
                     placed = copied.call_function(_in_layout, (base, stride))
                 node.args = (placed, *node.args[1:])
-    return torch.fx.GraphModule(module, copied)
+    return module_of(copied, module)
 
 
 def _in_layout(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
