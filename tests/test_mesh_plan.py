@@ -73,7 +73,6 @@ def step_of(
     return replace(state.step, program=state.programs["step"])
 
 
-@functools.cache
 @functools.cache  # a plan changes nothing of it
 def decoder_step(
     name: str,
