@@ -50,6 +50,10 @@ def seed_all(seed: int = 0) -> None:
     random.seed(seed)
 
 
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Returns ||actual - expected|| / ||expected||."""
     wide = torch.complex128 if expected.is_complex() else torch.float64

@@ -10,7 +10,6 @@ from printed import unfolded
 from torch import nn
 
 import lazyinline
-from lazyinline import lazy_inline
 from lazyinline.frontend.capture.blocks import Reuse
 from lazyinline.reuse.ir.printer import text_to_compare
 
@@ -128,19 +127,6 @@ def test_one_layer_that_runs_repeatedly_is_one_closure() -> None:
 
     assert calls(Around(forward, Layer())) == {"Layer": [4]}
     assert_trains_as_in_eager(Around(forward, Layer()))
-
-
-def test_a_mark_counts_here_too() -> None:
-    @lazy_inline
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x)
-
-    assert calls(Stack(Small(), Small())) == {"Small": [2]}
 
 
 def test_what_repeats_is_shared_by_default_in_every_way_in() -> None:

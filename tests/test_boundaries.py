@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_equals_eager, assert_same_gradients, seed_all, twin
+from comparing import assert_equals_eager, assert_same_gradients, seed_all, sgd, twin
 from decoders import gpt, llama
 from models import BatchNormBlock, Block, Net, batch
 from torch import nn
@@ -30,10 +30,6 @@ def inputs(rows: int = 3) -> Any:
 
 
 as_eager = partial(assert_equals_eager, boundaries="fused")
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import DOORS, Door, assert_equals_eager
+from comparing import DOORS, Door, assert_equals_eager, sgd
 from models import BatchNormBlock, Block, Net, batch
 from torch import Tensor, nn
 from values import HELPERS, HIDDEN, MOVING, ROWS, USUAL
@@ -30,7 +30,7 @@ def test_dropout_and_running_statistics_are_eagers_by_every_door(door: Door, bac
             batches=data,
             door=door,
             backend=backend,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+            optimizer=sgd,
         )
         if door == "compile":
             model.zero_grad()  # a copy has no gradients

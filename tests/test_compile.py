@@ -20,6 +20,7 @@ from comparing import (
     gradients,
     relative_error,
     seed_all,
+    sgd,
     twin,
 )
 from decoders import DecoderBlock, GptBlock, gpt, llama
@@ -91,10 +92,6 @@ def assert_trained_alike(sides: tuple[Side, Side], *args: Any) -> None:
     found, wanted = (side.train(*args) for side in sides)
     assert_close(found, wanted)
     assert_same_gradients(sides[0].model, sides[1].model)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 # AdamW's first steps move every weight by about lr times the sign of its gradient, and where the

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close, assert_equals_eager, assert_same_gradients
+from comparing import assert_close, assert_equals_eager, assert_same_gradients, sgd
 from models import Around
 from torch import Tensor, nn
 
@@ -119,7 +119,7 @@ def test_a_model_trains_as_in_eager(derivative: str, backend: str) -> None:
         [points()],
         calls=3,
         backend=backend,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer=sgd,
         reference=using(gate, model),
     )
     with torch.no_grad():

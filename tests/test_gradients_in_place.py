@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import Door, assert_equals_eager
+from comparing import Door, assert_equals_eager, sgd
 from torch import Tensor, nn
 
 import lazyinline
@@ -121,10 +121,6 @@ class Forces(nn.Module):
 def positions() -> Tensor:
     torch.manual_seed(1)
     return torch.randn(ATOMS, 3, dtype=torch.float64)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1)
 
 
 roots = pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)

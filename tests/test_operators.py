@@ -150,7 +150,7 @@ def assert_as_eager(model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.sweep(
     keep=[
-        *("conv2d-channels last", "3-contig", "buffer-contig", "copy-contig", "off-contig"),
+        *("silu, conv2d-channels last", "3-contig", "buffer-contig", "copy-contig", "off-contig"),
         *("bytes-contig", "upsampled-contig"),
     ]
 )
