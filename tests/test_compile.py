@@ -161,6 +161,20 @@ def test_a_tensor_that_is_padded_and_reshaped_again_and_again_is_compiled() -> N
     )
 
 
+@pytest.mark.sweep(keep="eager")
+def test_an_assertion_in_a_forward_that_trains_raises_as_in_eager(backend: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        torch._assert_async((x > 0).all(), "not positive")
+        return self.linear(x).tanh()  # type: ignore[no-any-return]
+
+    model = Made(forward, linear=nn.Linear(4, 4))
+    compiled = assert_equals_eager(model, (batch().abs(),), backend=backend).compiled
+    assert not compiled.last_report.ran_eagerly
+    for run in (compiled, model):
+        with pytest.raises(RuntimeError, match="not positive"):
+            run(-batch().abs())
+
+
 def test_modes_and_shapes_are_compiled_once_each_and_reused(compiles: Compiles) -> None:
     model = Net(lambda: MarkedBlock(norm=True, dropout=0.5))
     compiled = lazyinline.compile(model, backend="eager", dynamic=False)

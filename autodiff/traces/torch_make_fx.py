@@ -76,12 +76,11 @@ def is_lazy(node: torch.fx.Node) -> bool:
 
 def drop_pairs(module: torch.fx.GraphModule) -> None:
     """Removes pairs of lazy operators: the second undoes the first, and both are views."""
-    for node in (lazy := [node for node in module.graph.nodes if is_lazy(node)]):
-        before = node.args[0]
+    for node in module.graph.nodes:
+        before = node.args[0] if is_lazy(node) else None
         if isinstance(before, torch.fx.Node) and before.target is node.target:
             node.replace_all_uses_with(before.args[0])
-    if lazy:
-        module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code()
 
 
 def refuse_strides_of_lazy(module: torch.fx.GraphModule) -> None:

@@ -141,19 +141,21 @@ def cut_joint(
 ) -> tuple[GraphModule, GraphModule]:
     """Splits a joint graph into a forward that saves the named values, and a backward."""
     outputs = outputs_of(joint)
-    early, late = early_nodes(joint), late_draws(joint)
+    early = early_nodes(joint)
     keep = [n for n in joint.graph.nodes if n.name in saved]
     assert len(keep) == len(saved), f"not in the graph: {saved - {n.name for n in keep}}"
     entries = input_nodes(joint)
     primals = [n for n in entries if not is_tangent(n)]
     tangents = [n for n in entries if is_tangent(n)]
-    # Unused draws, too: they advance the generator, as in eager.
-    drawn = [n for n in joint.graph.nodes if is_draw(n) and n in early]
-    forward = extract(joint, primals, [*outputs[:num_outputs], *keep], also=drawn)
+    # Unused draws, too, as in eager: they advance the generator; and assertions, which may raise.
+    calls = [n for n in joint.graph.nodes if n.op == "call_function"]
+    acts = [n for n in calls if is_draw(n) or n.is_impure(impure_random=False)]
+    run, late = ([n for n in acts if (n in early) is is_early] for is_early in (True, False))
+    forward = extract(joint, primals, [*outputs[:num_outputs], *keep], also=run)
     gradients = outputs[num_outputs:]
     ends = [*primals, *keep, *tangents]
     reached = ancestors((n for n in (*gradients, *late) if isinstance(n, Node)), ends)
-    twice = [n.name for n in drawn if n in reached and n not in keep]
+    twice = [n.name for n in run if is_draw(n) and n in reached and n not in keep]
     # A second draw gives another mask: a silent wrong gradient.
     assert not twice, f"{twice} would be drawn twice"
     used = [n for n in (*primals, *keep) if n in reached]
