@@ -369,6 +369,19 @@ def test_a_size_that_the_forward_needs_as_a_number_is_named_with_its_line() -> N
     assert all("a size of" in text and "at test_forces.py" in text for text in rest), rest
 
 
+def test_sizes_of_what_is_not_contiguous_are_numbers_and_the_report_says_so() -> None:
+    run = lazyinline.compile(Energy(1).double(), backend="eager", dynamic=True)
+    told = []
+    for num in EDGES[:3]:
+        kinds, positions, edges, molecule = graph(num)
+        run(kinds, positions, edges.T.contiguous().T, molecule)
+        told.append(run.last_report.why_static)
+    first, *rest = told
+    assert not first
+    needed = f"dimension 1 of input 2 is {EDGES[1]}, and has to be {EDGES[0]}"
+    assert rest[0] == needed and "dimension 1 of input 2" in rest[1], rest
+
+
 @torch.library.custom_op("lazyinline_forces::parts", mutates_args=())
 def parts(x: Tensor) -> list[Tensor]:
     return [x.sin(), x.cos()]

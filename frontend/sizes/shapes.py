@@ -113,7 +113,11 @@ class ShapeCache:
             return None
         if sum(c.linker is not None for c in alike) >= MAX_SYMBOLIC:
             return None
-        return self._compiled(alike, inputs, goal)
+        made = self._compiled(alike, inputs, goal)
+        earlier = [c.linker.sizes for c in alike if c.linker is not None and self.dynamic]
+        if made is not None and earlier:
+            made.report.why_static = made.report.why_static or earlier[-1].why_not(inputs.leaves)
+        return made
 
     def note(self, compiled: Compiled, report: CompileReport, inputs: Inputs) -> CompileResult:
         """Remembers a program that was compiled for the sizes of one call."""
