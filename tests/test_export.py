@@ -298,6 +298,19 @@ def test_changed_buffers_are_results(path: Path) -> None:
         assert np.allclose(found[f"new.{name}"], buffer.numpy(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_operator_that_pytorch_makes_of_changes_in_place(changed: bool, path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        h = h.mul_(0.5) if changed else h
+        return x + F.cosine_similarity(h, x.roll(1, 0), -1).unsqueeze(-1)
+
+    similar = block(forward)
+    model, x = Stack(similar(), similar()), example(3, 4, grad=False)
+    lazyinline.export_onnx(model, (x,), path)
+    assert is_close(run(path, x=x)[0], model(x))
+
+
 def test_weights_can_lie_in_a_file_beside_it_and_the_difference_is_logged(
     written: Written, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

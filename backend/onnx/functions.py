@@ -402,15 +402,17 @@ def _traced(leaf: Leaf, opset: int) -> torch.fx.GraphModule:
         return leaf.module
     for node in leaf.nodes:
         node.meta["stack_trace"] = stamp_of(node).source
-    module, table = leaf.module, torch_onnx.keeping_decompositions(opset)
     inputs, mode = _fake_inputs(leaf)
     # ONNX has no changes in place and no autocast: a trace before it writes both out.
     changing = any(mutated_args(n) or stamp_of(n).autocast for n in leaf.nodes)
-    if changing or rules_in(leaf.nodes):  # what a rule does inside is not known
-        with torch_onnx.exact_attention(), sizes_kept_open(mode):
-            module = trace_forward_on(module, inputs, mode, torch_onnx.batch_norm())
-        table = torch_onnx.exact_decompositions(opset)
-    return torch_onnx.trace(module, inputs, mode, table)
+    if not changing and not rules_in(leaf.nodes):  # what a rule does inside is not known
+        table = torch_onnx.keeping_decompositions(opset)
+        kept = torch_onnx.trace(leaf.module, inputs, mode, table)
+        if not any(map(mutated_args, kept.graph.nodes)):  # as in what cosine_similarity is made of
+            return kept
+    with torch_onnx.exact_attention(), sizes_kept_open(mode):
+        module = trace_forward_on(leaf.module, inputs, mode, torch_onnx.batch_norm())
+    return torch_onnx.trace(module, inputs, mode, torch_onnx.exact_decompositions(opset))
 
 
 def _fake_inputs(leaf: Leaf) -> tuple[list[Any], Any]:
