@@ -262,6 +262,15 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("kind", list(KINDS)[:6])
+def test_an_input_without_memory_is_named_by_doors_that_take_whole_models(kind: str) -> None:
+    model, x = Around(lambda layers, x: x + x), KINDS[kind]()
+    for door in (lazyinline.capture, partial(lazyinline.export_onnx, path="never.onnx")):
+        with pytest.raises(CaptureError, match=r"An input is .* has no memory that a kernel"):
+            door(model, (x,))
+
+
 WAYS = ("compile", "step", "no_grad")
 HOW = ("used", "unused", "in a list", "put there later")
 

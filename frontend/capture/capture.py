@@ -401,6 +401,7 @@ def _refuse_changes(recording: Recording) -> None:
 
 def _input_fake(recording: Recording, tensor: torch.Tensor) -> torch.Tensor:
     sizes, tracer = recording.sizes, recording.tracer
+    recording.tensors.refuse_without_memory(tensor, "An input")
     fake = sizes.fake(tensor) if sizes else tracer.to_fake(tensor.detach())
     vars(fake).update(own_attributes(tensor))
     if isinstance(tensor, nn.Parameter):

@@ -186,7 +186,7 @@ class OutsideTensors:
         """Returns the node of a real tensor, made on first use."""
         node = self._outside.get(id(tensor))
         if node is None:
-            self._refuse_without_memory(tensor)
+            self.refuse_without_memory(tensor, "A tensor outside the model")
             node = self._tracer.add_outside_tensor(tensor)
             node.meta["val"] = self._tracer.to_fake(tensor) if tensor.is_meta else tensor
             self._outside[id(tensor)] = node
@@ -194,13 +194,13 @@ class OutsideTensors:
             self.sources[node] = self._names.get(id(tensor)) or ModelTensor(node.name, tensor)
         return node
 
-    def _refuse_without_memory(self, tensor: torch.Tensor) -> None:
+    def refuse_without_memory(self, tensor: torch.Tensor, what: str) -> None:
         """Raises CaptureError for a tensor, not on meta, without storage that a kernel can read."""
         why = "" if tensor.is_meta else why_no_memory(tensor)
         if why:
             source = self._names.get(id(tensor))
             raise CaptureError(
-                f"{source.name if source else 'A tensor outside the model'} is {why}, which "
+                f"{source.name if source else what} is {why}, which "
                 "has no memory that a kernel could read, so what is computed with it cannot be "
                 "captured."
             )
