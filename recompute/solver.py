@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 import torch.fx
 
 from ..autodiff.traces.torch_make_fx import SizesAt
-from ..autodiff.traces.torch_partition import ancestors, backward_nodes, late_draws
+from ..autodiff.traces.torch_partition import ancestors, backward_nodes, compared, late_draws
 from ..reuse.ir.costs import OperatorCosts, flops, is_heavy, value_bytes
 from ..reuse.ir.operators import is_draw, is_view, mutated_args
 from ..reuse.ir.program import outputs_of
@@ -41,10 +41,10 @@ class ForwardValue:
     can_redo: bool  # whether it may be recomputed; a random draw may not
     is_heavy: bool  # whether it is a matrix product, a convolution or attention
     is_wanted: bool  # whether the backward reads the value itself
-    # Positions of values that its operator changes in place (running statistics). If saved, they
-    # would hold the changed values, so they are recomputed with it. (The backward of a batch norm
-    # reads them, too, but does not use them.).
-    changes: tuple[int, ...] = ()
+    # Positions of values that are recomputed with it. Those that its operator changes in place
+    # (running statistics) would hold the changed values if saved. (The backward of a batch norm
+    # reads them, too, but does not use them.) To its maximum it must be equal to the last bit.
+    redone_with: tuple[int, ...] = ()
     # Seconds to copy it to the host and back; infinite if that is not possible.
     offload_s: float = math.inf
 
@@ -91,14 +91,18 @@ class CutProblem:
                 late.add(node)
         wanted = {p for n in reached & backward for p in n.all_input_nodes} | set(gradients) | late
         numbered = dict(zip(joint.graph.nodes, sizes.module(joint).graph.nodes, strict=True))
-        return cls(
-            tuple(
-                _forward_value(
-                    n, numbered[n], place, n in in_forward, n in wanted, n in late, costs
-                )
-                for n in nodes
-            )
+        with_it: dict[torch.fx.Node, list[torch.fx.Node]] = {n: mutated_args(n) for n in nodes}
+        for group in compared(joint):
+            for one, other in itertools.permutations(group & place.keys(), 2):
+                if one in ancestors([other]):
+                    with_it[one].append(other)
+        values = (
+            _forward_value(n, numbered[n], place, n in in_forward, n in wanted, n in late, costs)
+            for n in nodes
         )
+        pairs = zip(nodes, values, strict=True)
+        places = {n: tuple(place[m] for m in others if m in place) for n, others in with_it.items()}
+        return cls(tuple(replace(value, redone_with=places[n]) for n, value in pairs))
 
     def evaluate(self, saved: Collection[str], offloaded: Collection[str] = ()) -> CutPoint | None:
         """Returns the cost of a choice; None if it redoes a value that must not be redone."""
@@ -122,8 +126,8 @@ class CutProblem:
             for parent in value.parents:
                 wanted[parent] = True
         for index, value in enumerate(self.values):
-            # A saved value that this one changes in place would be wrong for the second run.
-            if index in again and not again.issuperset(value.changes):
+            # Such a value would be wrong beside the second run of this one, if it was saved.
+            if index in again and not again.issuperset(value.redone_with):
                 return None
         copied = [v for v in used if v.name in offloaded]
         extra_s = sum(v.redo_s for v in redone) + sum(v.save_s for v in used)
@@ -164,8 +168,7 @@ def _forward_value(
         not (is_draw(node) and in_forward),
         in_forward and is_heavy(numbered),
         is_wanted,
-        tuple(place[n] for n in mutated_args(node) if n in place),
-        costs.offload_s(numbered),
+        offload_s=costs.offload_s(numbered),
     )
 
 
@@ -254,7 +257,7 @@ class _CutModel:
             for parent in value.parents:  # redo needs its parents, saved or redone
                 rows.append({**self._there(parent), count + index: -1.0})
                 low.append(0.0)
-            for changed in value.changes:  # redone with it, and not taken as saved
+            for changed in value.redone_with:  # and not taken as saved
                 rows.append({count + changed: 1.0, count + index: -1.0})
                 rows.append({changed: -1.0, 2 * count + changed: -1.0, count + index: -1.0})
                 low += [0.0, -1.0]

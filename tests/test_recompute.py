@@ -18,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import Budget, PlanError, ReuseError, lazy_inline
+from lazyinline.frontend.compiler import PASSES, Compiler
+from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes import context
+from lazyinline.frontend.passes.state import Goal, Subject, between, run
 from lazyinline.recompute.solver import (
     CutProblem,
     ForwardValue,
@@ -28,6 +31,8 @@ from lazyinline.recompute.solver import (
     spread,
 )
 from lazyinline.reuse.ir.costs import CPU
+from lazyinline.reuse.ir.operators import is_view
+from lazyinline.reuse.ir.program import Leaf, walk_closures
 from lazyinline_command.main import main
 
 WIDTH, HEADS, TOKENS, BATCH = 16, 2, 6, 3
@@ -103,6 +108,55 @@ class Model(nn.Module):
         for layer in self.layers:
             x = self.run(layer, x)
         return x.square().mean()
+
+
+COMPARED: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda y: y - y.amax(-1, keepdim=True),
+    "amin of each token": lambda y: y / (2 + y.abs().amin(1, keepdim=True)),
+    "max": lambda y: y * y.max(),
+    "maximum": lambda y: torch.maximum(y, y.roll(1, 1)),
+}
+
+
+class Comparing(nn.Module):
+    """Its backward finds the elements that are equal to a maximum."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(COMPARED[self.name](F.gelu(self.norm(x)) + torch.tanh(x)))
+
+
+@pytest.mark.sweep(keep=["amax-None", "max-0.6", "maximum-0.3"])
+@pytest.mark.parametrize("policy", [*POLICIES, "0.6"])
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_a_backward_compares_was_computed_by_the_same_kernels(name: str, policy: str) -> None:
+    # Another kernel may round otherwise: then nothing is equal, and gradients are divided by zero.
+    policies = {**POLICIES, "0.6": Budget(fraction=0.6)}
+    model = nn.Sequential(*(lazy_inline(Comparing)(name) for _ in range(2)))
+    options = Options(recompute=policies[policy], backend="inductor")
+    subject = Subject(model, (torch.randn(BATCH, TOKENS, WIDTH),), {})
+    state = Compiler(options).started(subject, Goal(train=True))
+    backward = run(between(PASSES, "capture", "recompute"), state).derivative.backward
+    found = []
+    for leaf in (
+        closure for closure in walk_closures(backward.program) if isinstance(closure, Leaf)
+    ):
+        for node in leaf.nodes:
+            if node.target is torch.ops.aten.eq.Tensor:
+                found.append({is_handed_over(operand) for operand in node.all_input_nodes})
+    assert all(len(are_handed_over) == 1 for are_handed_over in found)
+    assert found or policy != "full"
+
+
+def is_handed_over(node: torch.fx.Node) -> bool:
+    """Whether a value comes from the forward, or is exactly a function of what does."""
+    while is_view(node) or node.target is torch.ops.aten.abs.default:
+        (node,) = node.all_input_nodes
+    return node.op == "placeholder"
 
 
 class NoisyGradient(torch.autograd.Function):

@@ -11,13 +11,16 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
-from ...reuse.ir.operators import is_draw, may_draw
+from ...reuse.ir.operators import is_draw, is_view, may_draw
 from ...reuse.ir.program import input_nodes, outputs_of
 from ...reuse.torch_names import module_of
 
 PartitionPolicy: TypeAlias = Literal["save", "min_cut"]
+_EQUAL = torch.ops.aten.eq.Tensor
 
 
 def partition(
@@ -37,8 +40,27 @@ def partition(
     copied = copy_graph(joint)  # it changes its argument
     # It sees the results of a multi-output operator by its getitem nodes alone.
     _mend_picks(copied)
+    for node in set().union(*compared(copied)):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     forward, backward = min_cut_rematerialization_partition(copied, (), num_fwd_outputs=num_outputs)
     return forward, _without_second_draws(backward)
+
+
+def compared(joint: GraphModule) -> list[set[Node]]:
+    """Returns forward values that the backward compares for equality, as with their maximum.
+
+    Computed again by another kernel, one may differ in its last bit. Then no element equals the
+    maximum, and the gradient, which is divided by the number of those that do, is not a number.
+    """
+    early = early_nodes(joint)
+    made = {n for n in early if n.op == "call_function" and not is_view(n) and _is_float(n)}
+    late = (n for n in joint.graph.nodes if n.target is _EQUAL and n not in early)
+    return [ancestors(n.all_input_nodes, made) & made for n in late]
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _mend_picks(joint: GraphModule) -> None:
