@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,18 +92,15 @@ class CutProblem:
                 late.add(node)
         wanted = {p for n in reached & backward for p in n.all_input_nodes} | set(gradients) | late
         numbered = dict(zip(joint.graph.nodes, sizes.module(joint).graph.nodes, strict=True))
-        with_it: dict[torch.fx.Node, list[torch.fx.Node]] = {n: mutated_args(n) for n in nodes}
+        with_it = {n: mutated_args(n) for n in nodes}
         for group in compared(joint):
             for one, other in itertools.permutations(group & place.keys(), 2):
-                if one in ancestors([other]):
-                    with_it[one].append(other)
-        values = (
-            _forward_value(n, numbered[n], place, n in in_forward, n in wanted, n in late, costs)
-            for n in nodes
+                with_it[one] += [other] if one in ancestors([other]) else []
+        of = partial(_forward_value, place=place, costs=costs)
+        each = (
+            (n, numbered[n], with_it[n], n in in_forward, n in wanted, n in late) for n in nodes
         )
-        pairs = zip(nodes, values, strict=True)
-        places = {n: tuple(place[m] for m in others if m in place) for n, others in with_it.items()}
-        return cls(tuple(replace(value, redone_with=places[n]) for n, value in pairs))
+        return cls(tuple(of(*one) for one in each))
 
     def evaluate(self, saved: Collection[str], offloaded: Collection[str] = ()) -> CutPoint | None:
         """Returns the cost of a choice; None if it redoes a value that must not be redone."""
@@ -143,13 +141,14 @@ class CutProblem:
 def _forward_value(
     node: torch.fx.Node,
     numbered: torch.fx.Node,
-    place: dict[torch.fx.Node, int],
+    with_it: Sequence[torch.fx.Node],
     in_forward: bool,
     is_wanted: bool,
     is_late: bool,
+    place: dict[torch.fx.Node, int],
     costs: OperatorCosts,
 ) -> ForwardValue:
-    """Describes a node; ``numbered`` is the same node with integer sizes."""
+    """Describes a node; ``numbered`` is the same with integer sizes, ``with_it`` what it redoes."""
     value = node.meta.get("val")
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     picks = operator_schema(node) is None
@@ -168,7 +167,8 @@ def _forward_value(
         not (is_draw(node) and in_forward),
         in_forward and is_heavy(numbered),
         is_wanted,
-        offload_s=costs.offload_s(numbered),
+        tuple(place[n] for n in with_it if n in place),
+        costs.offload_s(numbered),
     )
 
 
