@@ -49,12 +49,12 @@ from link_tree import ROOT
 # views of a block's buffer, what runs again and clipped steps in files (frontend +57), masks of
 # results (backend +12), values that are compared with their maximum (autodiff +24, recompute +5).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_360, 89),
+    "frontend": (28_361, 89),
     "reuse": (9_615, 34),
-    "autodiff": (6_040, 19),
-    "recompute": (1_074, 4),
+    "autodiff": (6_062, 19),
+    "recompute": (1_077, 4),
     "pipeline_parallel": (7_095, 23),
-    "backend": (12_072, 37),
+    "backend": (12_074, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
