@@ -170,7 +170,9 @@ def test_an_assertion_in_a_forward_that_trains_raises_as_in_eager(backend: str) 
     model = Made(forward, linear=nn.Linear(4, 4))
     compiled = assert_equals_eager(model, (batch().abs(),), backend=backend).compiled
     assert not compiled.last_report.ran_eagerly
-    for run in (compiled, model):
+    step = lazyinline.compile_step(twin(model), loss_fn=torch.sum, backend=backend)
+    step(batch().abs())
+    for run in (compiled, step, model):
         with pytest.raises(RuntimeError, match="not positive"):
             run(-batch().abs())
 

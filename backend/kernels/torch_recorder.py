@@ -318,7 +318,8 @@ class _Recorder(TorchDispatchMode):
         leaves = _asked_for(func, args, kwargs, tree_flatten(result)[0])
         made = [t for t in leaves if isinstance(t, torch.Tensor)]
         new = [t for t in made if memory_id(t) not in self._buffers]
-        if new or func._schema.is_mutable or _is_collective(func):
+        acts = func._schema.is_mutable or not func._schema.returns  # as an assertion
+        if new or acts or _is_collective(func):
             returns: kernel_list.Returned = (
                 "tensor" if isinstance(result, torch.Tensor) else "tuple"
             )

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <string>
 #include <vector>
 
 namespace {
@@ -283,9 +284,12 @@ bool run_words(Reader& in, word count) {
 
 enum Failure : int { NONE, INDEX, ZERO_DIVISION, OTHER };
 
+thread_local std::string reason;  // of the newest OTHER, without PyTorch's backtrace
+
 // What a kernel threw must not leave through C, which would end the process.
 int failure_of(const std::exception& error) {
   const char* text = error.what();
+  reason.assign(text, std::strcspn(text, "\n"));
   if (std::strstr(text, "ZeroDivisionError")) return ZERO_DIVISION;
   return std::strstr(text, "out of bounds") ? INDEX : OTHER;
 }
@@ -300,6 +304,7 @@ extern "C" int lazyinline_run(const word* program, word count, char* const* tabl
   } catch (const std::exception& error) {
     return failure_of(error);
   } catch (...) {
+    reason = "a kernel failed";
     return OTHER;
   }
   return NONE;

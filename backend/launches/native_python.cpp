@@ -40,6 +40,7 @@ PyObject* run(PyObject*, PyObject* const* given, Py_ssize_t count) {
   Py_BEGIN_ALLOW_THREADS
   failure = lazyinline_run(at<word>(n[0]), n[1], at<char*>(n[2]));
   Py_END_ALLOW_THREADS
+  if (failure == OTHER && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, reason.c_str());
   return PyErr_Occurred() ? nullptr : PyLong_FromLong(failure);
 }
 
