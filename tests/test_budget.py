@@ -54,7 +54,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_062, 19),
     "recompute": (1_077, 4),
     "pipeline_parallel": (7_095, 23),
-    "backend": (12_074, 37),
+    "backend": (12_081, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
