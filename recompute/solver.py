@@ -42,9 +42,9 @@ class ForwardValue:
     can_redo: bool  # whether it may be recomputed; a random draw may not
     is_heavy: bool  # whether it is a matrix product, a convolution or attention
     is_wanted: bool  # whether the backward reads the value itself
-    # Positions of values that are recomputed with it. Those that its operator changes in place
+    # Positions of values that are recomputed where it is. Those that its operator changes in place
     # (running statistics) would hold the changed values if saved. (The backward of a batch norm
-    # reads them, too, but does not use them.) To its maximum it must be equal to the last bit.
+    # reads them, too, but does not use them.) Its maximum must be equal to it, to the last bit.
     redone_with: tuple[int, ...] = ()
     # Seconds to copy it to the host and back; infinite if that is not possible.
     offload_s: float = math.inf
@@ -96,11 +96,12 @@ class CutProblem:
         for group in compared(joint):
             for one, other in itertools.permutations(group & place.keys(), 2):
                 with_it[one] += [other] if one in ancestors([other]) else []
-        of = partial(_forward_value, place=place, costs=costs)
-        each = (
-            (n, numbered[n], with_it[n], n in in_forward, n in wanted, n in late) for n in nodes
+        value_of = partial(_forward_value, place=place, costs=costs)
+        described = (
+            value_of(n, numbered[n], with_it[n], n in in_forward, n in wanted, n in late)
+            for n in nodes
         )
-        return cls(tuple(of(*one) for one in each))
+        return cls(tuple(described))
 
     def evaluate(self, saved: Collection[str], offloaded: Collection[str] = ()) -> CutPoint | None:
         """Returns the cost of a choice; None if it redoes a value that must not be redone."""
@@ -148,7 +149,10 @@ def _forward_value(
     place: dict[torch.fx.Node, int],
     costs: OperatorCosts,
 ) -> ForwardValue:
-    """Describes a node; ``numbered`` is the same with integer sizes, ``with_it`` what it redoes."""
+    """Describes a node; ``numbered`` is the same node with integer sizes.
+
+    ``with_it`` are the nodes that must be recomputed where it is.
+    """
     value = node.meta.get("val")
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     picks = operator_schema(node) is None
