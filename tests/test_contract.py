@@ -29,6 +29,7 @@ from test_architecture import (
 )
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from lazyinline.autodiff.traces.torch_user_rules import (
     arguments_in_full,
@@ -479,6 +480,11 @@ COUNTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[Any, Any]]]
         forward_ad.dual_level,
         lambda: forward_ad._current_level,
         (-1, 0),
+    ),
+    "torch.nn.utils.parametrize._cache_enabled": (
+        parametrize.cached,
+        lambda: parametrize._cache_enabled,
+        (0, 1),
     ),
     "torch._C._autograd._top_saved_tensors_default_hooks": (
         lambda: torch.autograd.graph.saved_tensors_hooks(abs, abs),

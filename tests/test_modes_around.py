@@ -11,6 +11,7 @@ from models import Made, batch
 from test_compile import WAYS, make, net, sides_of
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,6 +46,23 @@ def test_forward_mode_runs_the_model_itself_and_says_so(pair: tuple[Any, Any]) -
         dual = torch.autograd.forward_ad.make_dual(x, tangent)
         assert torch.autograd.forward_ad.unpack_dual(compiled(dual)).tangent is not None
     assert "forward-mode differentiation is active" in why_eager(compiled)
+
+
+@pytest.mark.sweep(keep="eager")
+def test_what_parametrizations_keep_inside_cached_is_eagers(pair: tuple[Any, Any]) -> None:
+    for model in pair:
+        torch.manual_seed(0)
+        linear = next(part for part in model.modules() if isinstance(part, nn.Linear))
+        nn.utils.parametrizations.spectral_norm(linear)  # each computation changes its buffers
+    found: list[Any] = []
+    for model in pair:
+        model(batch()).sum().backward()
+        with parametrize.cached():
+            linear = next(part for part in model.modules() if hasattr(part, "parametrizations"))
+            found.append((model(batch()), model(batch()), linear.weight.detach().clone()))
+        found[-1] += (*(b.clone() for b in model.buffers()),)
+    assert_close(*found)
+    assert "cached() is active" in why_eager(pair[0])
 
 
 class Doubling(TorchFunctionMode):

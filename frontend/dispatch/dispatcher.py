@@ -434,7 +434,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         # Kernels bypass PyTorch's dispatcher, so a mode would see no operators.
         mode = mode_around()
         if mode:
-            reason = f"{mode} is active, which sees or changes every operator"
+            reason = f"{mode} is active, which a compiled program bypasses"
             return self._run_alone(reason, args, kwargs)
         leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
         entry = self.entries.fitting(leaves, tree)

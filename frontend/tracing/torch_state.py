@@ -59,6 +59,8 @@ def mode_around() -> str:
         return "torch.jit.trace"
     if is_fx_symbolic_tracing():
         return "torch.fx.symbolic_trace"
+    if torch.nn.utils.parametrize._cache_enabled:  # values that calls hand on to each other
+        return "torch.nn.utils.parametrize.cached()"
     return ""
 
 
