@@ -7,7 +7,7 @@ models that it wraps. Wrappers are recognized by name, to avoid importing ``torc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -208,6 +208,25 @@ def refuse_recurrent(module: nn.Module) -> None:
         raise CaptureError(
             f"A {type(module).__name__} loops over its steps in PyTorch's own kernels, and a "
             "program would have operators for each step."
+        )
+
+
+def refuse_nested(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises CaptureError for an encoder that eager runs on a nested tensor, without padding."""
+    # A trace takes the other way, by which padded positions do not come out as zeros.
+    if type(module).forward is not nn.TransformerEncoder.forward:
+        return
+    given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
+    is_padded = given.get("src_key_padding_mask") is not None and given.get("mask") is None
+    may_nest = getattr(module, "use_nested_tensor", False) and not module.layers[0].training
+    if not (is_padded and may_nest and torch.backends.mha.get_fastpath_enabled()):
+        return
+    tensors = (given["src"], *module.layers[0].parameters())
+    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if not (wants_grad or torch.is_autocast_enabled()):
+        raise CaptureError(
+            f"A {type(module).__name__} in eval mode runs on a nested tensor where it is given "
+            "src_key_padding_mask. Make it with enable_nested_tensor=False to have it compiled."
         )
 
 

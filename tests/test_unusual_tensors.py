@@ -422,3 +422,25 @@ def test_a_pipelines_batch_without_memory_is_refused(kind: str) -> None:
     batch = Batch(((dense(),), {}), 2)
     with pytest.raises(lazyinline.PipelineError):
         batch.split((KINDS[kind](),), {})
+
+
+def encoder(**options: Any) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2, **options)
+    return of(lambda self, x, hidden: self.layers(x, None, hidden).sum(1), layers=layers).eval()
+
+
+PADDED = (torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, True, True]]))
+
+
+@pytest.mark.parametrize(
+    ("is_frozen", "options"),
+    [(True, {}), (False, {}), (True, {"enable_nested_tensor": False})],
+    ids=["nested", "trained", "not nested"],
+)
+def test_padding_that_an_encoder_in_eval_takes_out_comes_back_as_zeros(
+    is_frozen: bool, options: dict[str, Any]
+) -> None:
+    model = encoder(**options).requires_grad_(not is_frozen)
+    report = assert_equals_eager(model, PADDED, calls=3).told
+    assert ("a nested tensor" in report.ran_eagerly) is (is_frozen and not options)

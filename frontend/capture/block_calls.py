@@ -35,7 +35,7 @@ from ...reuse.ir.torch_symbols import is_size
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
 from ..marks import only_copies, recompute_mark
-from ..refusals import refuse_recurrent
+from ..refusals import refuse_nested, refuse_recurrent
 from ..tracing.torch_state import modes_now
 from ..tracing.torch_tracing import WRITES, Tracer, is_fake, written_by
 from . import regions
@@ -377,6 +377,8 @@ class BlockCalls:
             return proceed(module, *args, **kwargs)
         if recording.effects.policy == "refuse":
             refuse_recurrent(module)
+            with recording.bookkeeping():
+                refuse_nested(module, args, kwargs)
         if module is recording.model:
             return proceed(module, *args, **kwargs)
         # A body of control flow is one closure, without blocks inside.

@@ -96,13 +96,15 @@ class PartDispatcher(ModuleDispatcher):
         return None if len(self.entries) >= MAX_PROGRAMS else super()._linked_for(inputs)
 
     def _why_eager(self, leaves: Sequence[Any]) -> str:
+        if reason := super()._why_eager(leaves):  # first, for a nested tensor has no shape
+            return reason
         if len(self.entries) >= MAX_PROGRAMS:
             return f"its calls keep changing, and it has {MAX_PROGRAMS} programs already"
         known, shapes = self._alike.shapes, shapes_of(leaves)
         if self.dynamic is False and shapes not in known and len(known) >= MAX_SHAPES:
             now = ", ".join(map(str, shapes))
             return f"the sizes of its inputs keep changing (now {now})"
-        return super()._why_eager(leaves)
+        return ""
 
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
         entry = super()._entry(made, leaves)
