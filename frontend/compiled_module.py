@@ -235,8 +235,8 @@ def _not_compiled(what: Any) -> PlanError:
 class CompiledModule(nn.Module):
     """A model and the programs compiled for it. Made by :func:`compile`.
 
-    It shares the model's own parameter, buffer and sub-module tables, so names, optimizers and
-    ``state_dict`` are the model's.
+    Its parameter, buffer and sub-module tables are the model's, and so are names, optimizers and
+    ``state_dict``.
     """
 
     _lazyinline_calls: ModelDispatcher
@@ -246,10 +246,11 @@ class CompiledModule(nn.Module):
         state, calls = self.__dict__, ModelDispatcher(model, options, dynamic)
         state[DISPATCHER_ATTRIBUTE] = calls
         state["forward"] = calls  # it has the signature of the model's forward
-        tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        tables = ("_parameters", "_buffers", "_non_persistent_buffers_set")
         for table in (*tables, "_load_state_dict_post_hooks"):
             state[table] = model.__dict__[table]
-        del state["training"]  # the property below returns the model's
+        # Both are asked of the model: ``del model[-1]`` gives a Sequential another table.
+        del state["_modules"], state["training"]
 
     @property
     def training(self) -> bool:  # type: ignore[override]

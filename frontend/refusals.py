@@ -216,12 +216,13 @@ def refuse_nested(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     # A trace takes the other way, by which padded positions do not come out as zeros.
     if type(module).forward is not nn.TransformerEncoder.forward:
         return
+    layers: Any = module.layers
     given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
     is_padded = given.get("src_key_padding_mask") is not None and given.get("mask") is None
-    may_nest = getattr(module, "use_nested_tensor", False) and not module.layers[0].training
+    may_nest = getattr(module, "use_nested_tensor", False) and not layers[0].training
     if not (is_padded and may_nest and torch.backends.mha.get_fastpath_enabled()):
         return
-    tensors = (given["src"], *module.layers[0].parameters())
+    tensors = (given["src"], *layers[0].parameters())
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if not (wants_grad or torch.is_autocast_enabled()):
         raise CaptureError(

@@ -362,3 +362,17 @@ def test_a_change_taken_back_finds_its_program_again(compiles: list[CompileRepor
         model.blocks[0].gain = gain
         assert_close(compiled(IDS), model(IDS))
     assert len(compiles) == 2
+
+
+def test_layers_taken_out_of_a_sequential_are_gone_from_the_wrapper() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
+    compiled = lazyinline.compile(model, backend="eager")
+    compiled(torch.randn(2, 2))
+    del model[1:]  # gives the model another table of its modules
+    compiled.append(nn.ReLU())
+    compiled.register_buffer("seen", torch.zeros(1))
+    assert [*compiled.state_dict()] == ["seen", "0.weight", "0.bias"]
+    assert [*map(id, compiled.parameters())] == [*map(id, model[0].parameters())]
+    assert [*compiled.children()] == [model[0], model[1]]
+    x = torch.randn(2, 2)
+    assert_close(compiled(x), model(x))
