@@ -7,7 +7,8 @@ CPU-seconds from an imported PyTorch and lazyinline to a first result, less what
 by turns, each in a process of its own over one cache. ``compile`` is beside the imports that it
 waits for (Dynamo, Inductor), ``+ imports`` with them: a load has none, where it imports no Dynamo.
 ``again`` is a load of the same file in the same process, its weights given as they are. A compile
-finds its model made, a load reads it. See README.md beside this file.
+finds its model made, a load reads it, and AdamW's state, twice as many bytes; ``step-sgd`` has
+none. See README.md beside this file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from measurement import kept_environment
 
-CASES = ("inference", "training", "sizes", "sizes-training", "step")
+CASES = ("inference", "training", "sizes", "sizes-training", "step", "step-sgd")
 
 
 def run_once(case: str, way: str, layers: int, path: str) -> dict[str, Any]:
@@ -48,8 +49,9 @@ def run_once(case: str, way: str, layers: int, path: str) -> dict[str, Any]:
     def made() -> Any:
         if way == "load":
             return lazyinline.load(path)
-        if case == "step":  # AdamW imports Dynamo, but for a load
-            optimizer = torch.optim.AdamW(subject.model.parameters())
+        if "step" in case:  # optimizers import Dynamo, but for a load
+            kind = torch.optim.SGD if case == "step-sgd" else torch.optim.AdamW
+            optimizer = kind(subject.model.parameters(), 1e-3)
             return lazyinline.compile_step(subject.model, optimizer=optimizer)
         return lazyinline.compile(subject.model, dynamic=True if "sizes" in case else None)
 
@@ -64,7 +66,7 @@ def run_once(case: str, way: str, layers: int, path: str) -> dict[str, Any]:
     later = min(_timed(lambda: call(compiled))[1] for _ in range(3))
     found = {"cpu_s": first - later, "later_s": later, "dynamo": "torch._dynamo" in sys.modules}
     if way == "load":
-        state = compiled.model.state_dict() if case == "step" else compiled.state_dict()
+        state = compiled.model.state_dict() if "step" in case else compiled.state_dict()
         again = _timed(lambda: _called(lazyinline.load(path, state_dict=state), call))[1]
         found["again_s"] = again - later
     elif way == "save":
