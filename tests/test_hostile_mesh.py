@@ -284,7 +284,7 @@ def test_commands_show_what_ranks_run_once_and_which_run_the_same(
     assert "Only inference programs of a file are exported, and" in capsys.readouterr().err
 
 
-@pytest.mark.sweep(keep="few")
+@pytest.mark.sweep(keep=["piped-1-few", "meshed-2-few"])
 @pytest.mark.parametrize("count", [12, 2_000], ids=["few", "many"])
 @pytest.mark.parametrize(("kind", "world"), [("piped", 1), ("meshed", 2), ("staged", 4)])
 def test_a_forged_file_of_several_ranks_is_refused_in_a_sentence(

@@ -152,7 +152,7 @@ CASES = {
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(  # kernels: test_parallel_processes.py
     keep=[
-        *("eager-data x sequence", "eager-joint projection]", "eager-tied", "eager-pins"),
+        *("eager-joint projection]", "eager-tied", "eager-pins"),
         *("eager-classes", "eager-llama of one"),
     ]
 )

@@ -134,7 +134,7 @@ def buckets_of_a_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.sweep(keep=["eager-data", "eager-tokens for heads"])
+@pytest.mark.sweep(keep="eager-data")
 def test_memory_in_use_by_a_collective_is_left_alone_until_it_is_waited_for(
     name: str, backend: Any, monkeypatch: pytest.MonkeyPatch, buckets_of_a_block: None
 ) -> None:

@@ -130,7 +130,7 @@ class Comparing(nn.Module):
         return self.up(COMPARED[self.name](F.gelu(self.norm(x)) + torch.tanh(x)))
 
 
-@pytest.mark.sweep(keep=["amax-None", "max-0.6", "maximum-0.3"])
+@pytest.mark.sweep(keep=["amax-None", "amax-0.6"])
 @pytest.mark.parametrize("policy", [*POLICIES, "0.6"])
 @pytest.mark.parametrize("name", COMPARED)
 def test_what_a_backward_compares_was_computed_by_the_same_kernels(name: str, policy: str) -> None:

@@ -133,7 +133,7 @@ def a_cache(kind: str) -> Cache:
     return Cache(layers=[DynamicLayer() for _ in range(LAYERS)])
 
 
-USUAL = ["updates", "writes in place", "reads the first", "counts in", "deletes"]
+USUAL = ["updates", "writes in place", "deletes"]
 
 
 @pytest.mark.parametrize("act", ACTS)
