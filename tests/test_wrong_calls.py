@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from comparing import assert_equals_eager
 from link_tree import package_folders
 from models import Around, Block
 from torch import Tensor, nn
@@ -212,3 +213,25 @@ def test_tracebacks_of_our_errors_end_at_a_public_function(door: Any) -> None:
         cell.cell_contents = behind
     assert behind is door.__wrapped__
     assert num_frames_of_ours(found) == 1
+
+
+class Whitening(nn.Module):
+    """Goes on with another matrix where the first has no factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix = torch.eye(4) * x.mean()
+        try:
+            factor = torch.linalg.cholesky(matrix)
+        except torch.linalg.LinAlgError:
+            factor = torch.linalg.cholesky(matrix + 9 * torch.eye(4))
+        return self.linear(x) @ factor
+
+
+def test_a_forward_that_goes_on_after_an_error_of_numbers_does_so_at_each_call() -> None:
+    batches = [(torch.full((2, 4), float(mean)),) for mean in (1, 1, -1, 1, -2)]
+    told = assert_equals_eager(Whitening(), batches=batches).told
+    assert "names LinAlgError" in told.ran_eagerly

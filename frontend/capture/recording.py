@@ -40,6 +40,7 @@ from .regions import InitKey, ModeChoice, Question, Region, SharingDecision, Siz
 
 # Methods that release a lock: refusing them would leave it locked, and the next run would hang.
 _LEAVES = frozenset({"__exit__", "__aexit__", "release", "release_lock"})
+_CAUGHT = frozenset({"LinAlgError", "_LinAlgError"})  # raised for numbers, which a trace lacks
 
 
 class Recording:
@@ -248,6 +249,8 @@ class Recording:
         name = self.effects.changes.began(frame)
         if name:
             self.effects.refuse_captured(name, frame_text(frame))
+        if not _CAUGHT.isdisjoint(code.co_names):
+            self.effects.refuse("names LinAlgError", ": a program does not go on after one")
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if is_context(first) and not self._applies and not self.quiet and is_user_frame(frame):
             raise CaptureError(
