@@ -484,3 +484,25 @@ def test_an_epoch_of_real_batches_costs_two_compiles(kind: str) -> None:
         hugging_face.build(kind), [labelled(*shape) for shape in shapes], reuse="auto"
     )
     assert counts(compiled) == (2, 2), compiled.last_report.why_static
+
+
+class Changing(nn.Module):
+    """Changes its first input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(x.add_(1)) + y
+
+
+def test_a_change_in_place_is_seen_by_another_input_on_the_same_memory() -> None:
+    model = Changing().requires_grad_(False)
+    compiled = lazyinline.compile(model, backend="eager", dynamic=True)
+    for rows in (6, 8, 10):
+        for part in (slice(2, None), slice(None)):
+            found, wanted = torch.ones(2, rows, 8)
+            pairs = [(x[: rows - (part.start or 0)], x[part]) for x in (found, wanted)]
+            assert_close(compiled(*pairs[0]), model(*pairs[1]))
+            assert_close(found, wanted)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError
+from ...reuse.ir.program import Program, UserInput
+from ...reuse.torch_names import memory_id
 from ..capture.capture import Subject, capture_model
 from ..capture.regions import shapes_of
 from ..compiled import Compiled
@@ -233,6 +236,16 @@ class ShapeCache:
         )
         if compiled.captured.sizes.values(inputs.leaves) is None:
             raise PlanError(WRONG_SIZES)
+        if _writes_shared(compiled.captured.program, inputs.leaves):
+            raise PlanError("the forward changes memory in which two of its tensors lie")
         self._why_static, self._why_numbers = "", compiled.captured.sizes.why_numbers
         report.why_static = self._why_numbers
         return self._kept(compiled, report, inputs)
+
+
+def _writes_shared(program: Program, leaves: Sequence[Any]) -> bool:
+    """Whether a program writes to memory of two tensors, which a trace with symbols has apart."""
+    given = [leaves[s.index] if isinstance(s, UserInput) else s.tensor for s in program.sources]
+    places = {id(t): memory_id(t) for t in given if isinstance(t, torch.Tensor)}
+    written = {places.get(id(given[index])) for _, index in program.writes}
+    return any(count > 1 for place, count in Counter(places.values()).items() if place in written)
