@@ -220,9 +220,10 @@ def test_a_product_and_a_view_are_split_by_the_rules_of_dtensor() -> None:
     product = ways_of(rules, aten.mm.default, (4, 8), (8, 12))
     assert {"R R -> R", "S0 R -> S0", "R S1 -> S1", "S1 S0 -> P", "R S1/3 -> S1/3"} <= product
     view = ways_of(rules, aten.view.default, (4, 12), [4, 3, 4])
-    assert view == {"R -> R", "S0 -> S0", "P -> P", "S1/3 -> S2"}
     joined = ways_of(Rules(2, ((32, 4),)), aten.view.default, (4, 8, 6), [32, 6])
-    assert {"S0 -> S0", "S1 -> S0/4", "S2 -> S1"} <= joined
+    in_strides = ({"S1/3 -> S2"}, {"S1 -> S0/4"}) if torch.__version__ >= "2.13" else (set(), set())
+    assert view == {"R -> R", "S0 -> S0", "P -> P"} | in_strides[0]
+    assert {"S0 -> S0", "S2 -> S1"} | in_strides[1] <= joined
     assert rules.unknown == set()
 
 

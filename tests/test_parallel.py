@@ -21,6 +21,7 @@ from parallel_models import (
     MIXTURE,
     VOCABULARY,
     far_off,
+    is_refused_before_2_13,
     llama,
     mesh_of,
     mixture,
@@ -161,7 +162,10 @@ def test_five_steps_give_what_one_process_gives(name: str, backend: Any) -> None
 
     def train(rank: int) -> list[str]:
         model, options = case.make(), {"backend": backend, **case.options}
-        wrong = far_off(model, mesh_of(**case.axes), case.plan, case.batch, **options)
+        run = partial(far_off, model, mesh_of(**case.axes), case.plan, case.batch, **options)
+        if case.plan is BY_HEAD and is_refused_before_2_13(run):
+            return []
+        wrong = run()
         if case.plan is BY_HEAD:
             joint = repr(model.get_parameter("blocks.0.attention.qkv.weight").placements[-1])  # type: ignore[attr-defined]
             wrong += [] if joint == "_StridedShard(dim=0, sf=3)" else [joint]

@@ -18,6 +18,7 @@ from parallel_models import (
     MEGATRON,
     MIXTURE,
     far_off,
+    is_refused_before_2_13,
     mesh_of,
     mixture,
     tiny,
@@ -98,6 +99,8 @@ def trained(mesh: Any, plan: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 def save_joint_projections(rank: int, folder: pathlib.Path) -> list[str]:
     """Saved split by head; loaded where they are split otherwise, and split by head again."""
     mesh, place = mesh_of(tensor=2), folder / "joint"
+    if is_refused_before_2_13(lambda: trained(mesh, JOINT)):
+        return []
     saved = trained(mesh, JOINT)
     dcp.save(lazyinline.for_checkpoint(state_of(saved)), checkpoint_id=place)
     want, wrong = {n: t.clone() for n, t in flat(state_of(saved)).items()}, []
