@@ -235,3 +235,15 @@ def test_a_forward_that_goes_on_after_an_error_of_numbers_does_so_at_each_call()
     batches = [(torch.full((2, 4), float(mean)),) for mean in (1, 1, -1, 1, -2)]
     told = assert_equals_eager(Whitening(), batches=batches).told
     assert "names LinAlgError" in told.ran_eagerly
+
+
+class Overridden(nn.Linear):
+    """Asks whether a tensor is of a class that intercepts operators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + float(torch.overrides.has_torch_function((x,)))
+
+
+def test_a_forward_that_asks_who_intercepts_operators_runs_eagerly() -> None:
+    told = assert_equals_eager(Overridden(4, 4), batches=[(torch.ones(2, 4),)] * 3).told
+    assert "names has_torch_function" in told.ran_eagerly
