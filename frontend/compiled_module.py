@@ -299,6 +299,16 @@ class CompiledModule(nn.Module):
             calls = self._lazyinline_calls
             return calling(self, calls, getattr(calls.model, name))
 
+    # Python looks for these on the class alone. With a length, truth has to be asked for as well.
+    def __len__(self) -> int:
+        return len(self._lazyinline_calls.model)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._lazyinline_calls.model[index]  # type: ignore[index]
+
+    def __bool__(self) -> bool:
+        return bool(self._lazyinline_calls.model)
+
     def __setattr__(self, name: str, value: Any) -> None:
         calls = self.__dict__.get(DISPATCHER_ATTRIBUTE)
         if calls is None or name in self.__dict__ or hasattr(type(self), name):

@@ -374,5 +374,13 @@ def test_layers_taken_out_of_a_sequential_are_gone_from_the_wrapper() -> None:
     assert [*compiled.state_dict()] == ["seen", "0.weight", "0.bias"]
     assert [*map(id, compiled.parameters())] == [*map(id, model[0].parameters())]
     assert [*compiled.children()] == [model[0], model[1]]
+    assert len(compiled) == 2 and [*compiled] == [*model] and compiled[-1] is model[1]
     x = torch.randn(2, 2)
     assert_close(compiled(x), model(x))
+
+
+def test_a_model_without_a_length_has_none_compiled_and_is_true() -> None:
+    compiled = lazyinline.compile(nn.Linear(2, 3), backend="eager")
+    assert compiled
+    with pytest.raises(TypeError, match="'Linear' has no len"):
+        len(compiled)
