@@ -40,14 +40,7 @@ from .regions import InitKey, ModeChoice, Question, Region, SharingDecision, Siz
 
 # Methods that release a lock: refusing them would leave it locked, and the next run would hang.
 _LEAVES = frozenset({"__exit__", "__aexit__", "release", "release_lock"})
-# What a function may not name: an error of numbers, which a trace lacks, and questions that a trace
-# answers otherwise.
-_UNFOLLOWED = {
-    **dict.fromkeys(("LinAlgError", "_LinAlgError"), "a program does not go on after one"),
-    "has_torch_function": "it is True of what is traced",
-    "has_torch_function_unary": "it is True of what is traced",
-    "has_torch_function_variadic": "it is True of what is traced",
-}
+_CAUGHT = frozenset({"LinAlgError", "_LinAlgError"})  # raised for numbers, which a trace lacks
 
 
 class Recording:
@@ -256,9 +249,8 @@ class Recording:
         name = self.effects.changes.began(frame)
         if name:
             self.effects.refuse_captured(name, frame_text(frame))
-        if not _UNFOLLOWED.keys().isdisjoint(code.co_names):
-            named = next(one for one in code.co_names if one in _UNFOLLOWED)
-            self.effects.refuse(f"names {named.lstrip('_')}", f": {_UNFOLLOWED[named]}")
+        if not _CAUGHT.isdisjoint(code.co_names):
+            self.effects.refuse("names LinAlgError", ": a program does not go on after one")
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if is_context(first) and not self._applies and not self.quiet and is_user_frame(frame):
             raise CaptureError(

@@ -60,8 +60,7 @@ ALLOWED = (
     Group(
         "asks for modes under which a model runs eagerly, or for the installation",
         "torch._C",
-        "_get_tracing_state _is_tracing _has_torch_function _has_torch_function_unary "
-        "_has_torch_function_variadic _is_torch_function_enabled _log_api_usage_once "
+        "_get_tracing_state _is_tracing _is_torch_function_enabled _log_api_usage_once "
         "_is_flash_attention_available _cuda_isCurrentStreamCapturing",
     ),
     Group(
