@@ -321,7 +321,7 @@ class ParallelStep:
 
     @property
     def kept(self) -> list[KeptRank]:
-        """What a file holds of this rank."""
+        """Returns what a file holds of this rank."""
         own, placed = (self.model, self._guard, self._lowered), self._parameters
         at, plans = (self._mesh, self._mesh.get_rank()), self._runner.plans
         return [KeptRank(*own, *at, placed.part_of, placed.as_captured, plans=plans)]
@@ -416,7 +416,7 @@ class ParallelPipeline(Pipeline):
 
     @property
     def kept(self) -> list[KeptRank]:
-        """What a file holds of this rank."""
+        """Returns what a file holds of this rank."""
         own, mesh = (self._model.model, self._guard, self._made), self._made.on_mesh.whole
         at, placed = (mesh, mesh.get_rank()), self._on_mesh
         return [KeptRank(*own, *at, placed.part_of, placed.as_captured, asked=self._asked)]

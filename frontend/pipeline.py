@@ -206,7 +206,7 @@ class AskedPipeline:
 
 @dataclass(frozen=True)
 class KeptRank:
-    """What a file holds of one rank: its step over a mesh, or its stages."""
+    """One rank in a file: its step over a mesh, or its stages."""
 
     model: nn.Module
     guard: Guard
@@ -389,7 +389,7 @@ class Pipeline:
 
     @property
     def kept(self) -> list[KeptRank]:
-        """What a file holds of this rank."""
+        """Returns what a file holds of this rank."""
         own = self._model.model, self._guard, self._made
         return [KeptRank(*own, asked=self._asked, optimizer=self._optimizer)]
 

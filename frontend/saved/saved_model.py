@@ -1,4 +1,4 @@
-"""What a file has in place of the user's classes, because it refers to no code.
+"""Modules and plain data in place of the user's classes, because a file refers to no code.
 
 The model is modules that hold the tensors under their original names, without Python. Nested
 arguments and results are plain data: the tree structure and a description of each leaf. An object
