@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -283,6 +283,9 @@ def energy_and_forces(
     return compiled(_Potential(model, places[0], places[1:], of_atoms, energy))
 
 
+Given: TypeAlias = Mapping[int | str, Any]  # the arguments of a call, by position or name
+
+
 @dataclass(frozen=True)
 class _Place:
     """An input of a model: a parameter of its forward, or an entry of a dictionary."""
@@ -291,37 +294,29 @@ class _Place:
     index: int | None
     key: str | None
 
-    def get(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def get(self, given: Given) -> torch.Tensor:
         """Returns the tensor that is passed."""
-        whole = self._whole(args, kwargs)
+        whole = given.get(self._argument(given))
+        if self.key is not None and not isinstance(whole, Mapping):
+            kind = type(whole).__name__
+            raise PlanError(f"{self.name!r}: {self._parameter} is no dictionary, but a {kind}.")
         found = whole if self.key is None else whole.get(self.key)
         if not isinstance(found, torch.Tensor):
             raise PlanError(f"{self.name!r} has to be a tensor, not {type(found).__name__}.")
         return found
 
-    def put(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], new: torch.Tensor
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def put(self, given: Given, new: torch.Tensor) -> Given:
         """Returns the arguments with another tensor there."""
-        value = new if self.key is None else {**self._whole(args, kwargs), self.key: new}
-        if self._is_positional(args):
-            return [value if i == self.index else arg for i, arg in enumerate(args)], kwargs
-        return args, {**kwargs, self._parameter: value}
+        argument = self._argument(given)
+        value = new if self.key is None else {**given[argument], self.key: new}
+        return {**given, argument: value}
 
     @property
     def _parameter(self) -> str:
         return self.name.partition(".")[0]
 
-    def _is_positional(self, args: Sequence[Any]) -> bool:
-        return self.index is not None and self.index < len(args)
-
-    def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        by_position = self._is_positional(args)
-        whole = args[self.index or 0] if by_position else kwargs.get(self._parameter)
-        if self.key is not None and not isinstance(whole, Mapping):
-            kind = type(whole).__name__
-            raise PlanError(f"{self.name!r}: {self._parameter} is no dictionary, but a {kind}.")
-        return whole
+    def _argument(self, given: Given) -> int | str:
+        return self.index if self.index is not None and self.index in given else self._parameter
 
 
 def _place(model: nn.Module, name: str) -> _Place:
@@ -361,22 +356,24 @@ class _Potential(nn.Module):
         """Runs the model, and differentiates the sum of its energies."""
         goes_on = torch.is_grad_enabled()
         with torch.enable_grad():
-            (at,), inputs = renamed((self._positions.get(args, kwargs),))
+            given: Given = {**dict(enumerate(args)), **kwargs}
+            (at,), inputs = renamed((self._positions.get(given),))
             if self._strained:
-                strain = self._no_strain(args, kwargs)
-                given = self._deformed(args, kwargs, at, strain)
+                strain = self._no_strain(given)
+                given = self._deformed(given, at, strain)
                 inputs = [at, strain]
             else:
-                given = self._positions.put(args, kwargs, at)
-            value = self.model(*given[0], **given[1])
+                given = self._positions.put(given, at)
+            named = {name: given[name] for name in given if isinstance(name, str)}
+            value = self.model(*(given[i] for i in range(len(args))), **named)
             value = value if self._energy is None else self._energy(value)
             found = self._gradients(value, inputs, goes_on=goes_on)
         virial = -found[1] if self._strained else None
         return EnergyAndForces(value if goes_on else value.detach(), -found[0], virial)
 
-    def _no_strain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def _no_strain(self, given: Given) -> torch.Tensor:
         """Returns a strain of zero, for all atoms or for each structure."""
-        cell = self._strained[0].get(args, kwargs)
+        cell = self._strained[0].get(given)
         if self._batch is None and cell.dim() == 3 and cell.shape[0] != 1:
             raise PlanError(
                 f"{self._strained[0].name!r} has {cell.shape[0]} cells: name the input that says "
@@ -385,27 +382,21 @@ class _Potential(nn.Module):
         shape = (3, 3) if self._batch is None else (cell.shape[0], 3, 3)
         return torch.zeros(shape, dtype=cell.dtype, device=cell.device).requires_grad_()
 
-    def _deformed(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        positions: torch.Tensor,
-        strain: torch.Tensor,
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def _deformed(self, given: Given, positions: torch.Tensor, strain: torch.Tensor) -> Given:
         """Returns the arguments with positions and strained inputs deformed."""
         symmetric = (strain + strain.mT) / 2
         if self._batch is None:
             moved = positions + positions @ symmetric
         else:
-            of_atoms = symmetric[self._batch.get(args, kwargs)]
+            of_atoms = symmetric[self._batch.get(given)]
             moved = positions + (positions.unsqueeze(-2) @ of_atoms).squeeze(-2)
-        given = self._positions.put(args, kwargs, moved)
+        found = self._positions.put(given, moved)
         for place in self._strained:
-            rows = place.get(args, kwargs)
+            rows = place.get(given)
             if self._batch is not None and rows.dim() != 3:
                 raise PlanError(f"{place.name!r} has to be [structures, 3, 3] where batch= is set.")
-            given = place.put(*given, rows + rows @ symmetric)
-        return given
+            found = place.put(found, rows + rows @ symmetric)
+        return found
 
     def _gradients(
         self, value: Any, inputs: Sequence[torch.Tensor], *, goes_on: bool
