@@ -266,8 +266,3 @@ def _device_of(node: torch.fx.Node) -> str:
     value = node.meta["val"]
     first = next(iter(value)) if isinstance(value, (tuple, list)) else value
     return str(first.device.type)
-
-
-def drawing_leaf(program: ir.Program) -> ir.Leaf | None:
-    """Returns a leaf that draws random numbers, if a program has one."""
-    return next((leaf for leaf, node in ir.leaf_nodes(program) if is_draw(node)), None)

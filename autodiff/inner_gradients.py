@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 from ..reuse.errors import CaptureError, PlanError
 from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, stamp_of
+from ..reuse.ir.operators import is_draw
 from ..reuse.ir.rewrite import FlatStructs
 from ..reuse.ir.types import StructType
 from .derivative import Derivative, Differentiator, Recipe, Request
-from .flows import drawing_leaf, inlined, needed_calls, with_operands
+from .flows import inlined, needed_calls, with_operands
 from .forward_mode.forward_derivative import (
     Fallback,
     ForwardDerivative,
@@ -389,8 +390,7 @@ def _derivative(
     program: ir.Program, asked: DerivativeCall, derivatives: ForwardDerivatives
 ) -> ForwardDerivative:
     assert asked.series is not None
-    leaf = drawing_leaf(program)
-    if leaf is not None:
+    for leaf in (leaf for leaf, node in ir.leaf_nodes(program) if is_draw(node)):
         raise CaptureError(
             f"@{leaf.name} draws random numbers between what is asked for at {asked.source} and "
             "what it moves with. Call model.eval(), or set its dropout to 0."

@@ -363,11 +363,6 @@ def flatten_outer(tree: Any) -> tuple[list[Any], _pytree.TreeSpec]:
     return leaves, spec
 
 
-def has_containers(spec: TreeSpec) -> bool:
-    """Whether a structure has containers in it, which PyTorch's registry knows nothing of."""
-    return isinstance(spec, Nested)
-
-
 def is_container(value: Any) -> bool:
     """Whether an object holds tensors and is changed in place, as the caches of transformers do."""
     classes = cache_classes()

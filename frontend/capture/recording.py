@@ -13,7 +13,7 @@ from torch import nn
 
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.evidence import Evidence
-from ...reuse.evidence.functions import identity_leak_of_call
+from ...reuse.evidence.functions import identity_leak_through, leaks_by_call
 from ...reuse.evidence.module_state import walk_modules
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, SlotReads, put_at
@@ -270,7 +270,8 @@ class Recording:
         """Called before a C function: refuses side effects, and notes PyTorch settings it reads."""
         if self.quiet:
             return
-        if told := identity_leak_of_call(function, frame):
+        told = "" if leaks_by_call(frame) else identity_leak_through(function)
+        if told:
             self.inside.contents.refuse_use(told)
             self.refuse_unreadable(user_line)
         what = reach_of(function, frame)

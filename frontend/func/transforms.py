@@ -124,12 +124,13 @@ class Gradient(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the gradient, in the structure of the arguments."""
         found, result = gradient_and_result(
-            self.func, self._argnums, args, kwargs, value_of=self._value_of
+            self.func,
+            self._argnums,
+            args,
+            kwargs,
+            value_of=lambda result: scalar(result[0] if self._has_aux else result, "grad"),
         )
         return (found, result[1]) if self._has_aux else found
-
-    def _value_of(self, result: Any) -> Tensor:
-        return scalar(result[0] if self._has_aux else result, "grad")
 
 
 @door

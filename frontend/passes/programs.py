@@ -262,18 +262,14 @@ def differentiation(program: ir.Program, *, of_loss: bool = False) -> Request:
     if of_loss:
         inputs = [i for i in inputs if isinstance(program.sources[i], ir.ModelTensor)]
     outputs = tuple(i for i in range(len(program.outputs)) if i not in written)
-    closure = _unbound("micro_batch" if of_loss else "main", program)
+    # A closure, without the model's tensors.
+    closure = ir.Composite("micro_batch" if of_loss else "main", replace(program, sources=()))
     return Request(closure, tuple(inputs), outputs)
 
 
 def tensor_name(name: str) -> str:
     """Returns a tensor's name in the user's model, which a module that computes the loss wraps."""
     return name.removeprefix("model.")
-
-
-def _unbound(name: str, program: ir.Program) -> ir.Composite:
-    """Returns a program as a closure, without the model's tensors."""
-    return ir.Composite(name, replace(program, sources=()))
 
 
 @compile_pass("data", goals=("file",))

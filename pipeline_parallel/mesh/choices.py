@@ -381,7 +381,8 @@ def _is_one(edge: Edge, uses: int) -> bool:
     source, target = edge.source, edge.target
     if source.node is None or target.node is None:
         return False
-    if not _loses_sums(edge):
+    # A merge would drop options that make a partial sum, such as a matrix product's.
+    if not any(one.is_partial for out, into in _layouts_at(edge) for one in out - into):
         if is_elementwise(source.node) and is_elementwise(target.node):
             return source.outputs[0].shape == target.outputs[0].shape
         if _follows(source) and _follows(target) and _loses_little(edge):
@@ -411,11 +412,6 @@ def _follows(item: Item) -> bool:
             if len(layouts - {WHOLE}) > 1 or (layouts != {WHOLE} and WHOLE in way.outputs):
                 return False
     return bool(item.inputs)
-
-
-def _loses_sums(edge: Edge) -> bool:
-    """Whether a merge would drop options that make a partial sum, such as a matrix product's."""
-    return any(one.is_partial for out, into in _layouts_at(edge) for one in out - into)
 
 
 def _loses_little(edge: Edge) -> bool:

@@ -125,11 +125,6 @@ def identity_leak_of(frame: types.FrameType, owner: Any) -> str:
     return next((f"{name}()" for name in names if name not in scope), "")
 
 
-def identity_leak_of_call(function: Any, frame: types.FrameType) -> str:
-    """Does the same for a function in C that a frame is about to call."""
-    return "" if leaks_by_call(frame) else identity_leak_through(function)
-
-
 def identity_leak_through(value: Any) -> str:
     """Does the same for a value that a function found outside the model."""
     if isinstance(value, _LRU_CACHE) and _remembers_models(value):

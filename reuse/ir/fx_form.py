@@ -23,7 +23,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from ..errors import ExportError, ParseError
-from ..torch_pytree import has_containers
+from ..torch_pytree import Nested
 from . import program as ir
 from . import torch_symbols
 from .leaf import as_values, enter_modes, flatten_value, stamp_of, without_autocast
@@ -444,7 +444,7 @@ _RECORD = "lazyinline"  # key in what PyTorch saves of a graph for others
 def to_exported(program: ir.Program) -> ExportedProgram:
     """Returns what ``torch.export`` makes of a program; see :meth:`Program.to_exported`."""
     tree, count = program.output_tree, len(program.outputs)
-    if tree is not None and has_containers(tree.spec):
+    if tree is not None and isinstance(tree.spec, Nested):
         tree, program = None, replace(program, output_tree=None)
     leaves = [closure for closure in program.closures if isinstance(closure, ir.Leaf)]
     controls = [f"@{leaf.name} is control flow" for leaf in leaves if leaf.control is not None]
