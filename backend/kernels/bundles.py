@@ -104,12 +104,9 @@ def bundle_text(sources: Iterable[KernelSource], setting: str) -> str:
 
 def _is_one_block(body: str) -> bool:
     """Whether the first brace of a text is closed at the end of the text and not before."""
-    depth = 0
     plain = _STRING.sub("", body)
-    for index, letter in enumerate(plain):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return index == len(plain) - 1
+    with contextlib.suppress(_UnknownError):
+        return _end_of_block(plain, 0) == len(plain)
     return False
 
 

@@ -283,7 +283,7 @@ def energy_and_forces(
     return compiled(_Potential(model, places[0], places[1:], of_atoms, energy))
 
 
-Given: TypeAlias = Mapping[int | str, Any]  # the arguments of a call, by position or name
+Given: TypeAlias = Mapping[Any, Any]  # the arguments of a call, by position or name
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class _Place:
 
     def get(self, given: Given) -> torch.Tensor:
         """Returns the tensor that is passed."""
-        whole = given.get(self._argument(given))
+        whole: Any = given.get(self._argument(given))
         if self.key is not None and not isinstance(whole, Mapping):
             kind = type(whole).__name__
             raise PlanError(f"{self.name!r}: {self._parameter} is no dictionary, but a {kind}.")

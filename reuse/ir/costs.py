@@ -74,7 +74,6 @@ class Cost:
         return Cost(flops, moved, self.seconds * factor)
 
 
-_ATTENTION_NAMES = ("scaled_dot_product", "flash_attention", "efficient_attention")
 _COMPOSITE = torch.DispatchKey.CompositeImplicitAutograd
 
 
@@ -83,18 +82,11 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     from torch.utils.flop_counter import FlopCounterMode, flop_registry  # it imports Triton
 
     packet = getattr(operator, "overloadpacket", None)
-    share = 1.0
     if packet and _is_attention(packet):
-        share, args = _share_of_pairs(operator, args, kwargs), _of_all_heads(operator, args)
+        return _flops_of_attention(operator, args, kwargs)
     formula = flop_registry.get(packet or operator)
-    if formula is None and packet and _is_attention(packet):
-        # PyTorch's table lacks the CPU's attention, which has the same products as the GPU's.
-        is_backward = "backward" in str(packet)
-        like = "dot_product_flash_attention" + ("_backward" if is_backward else "")
-        formula = next(f for op, f in flop_registry.items() if str(op).endswith(like))
-        args, kwargs = args[: 3 + is_backward], {}
     if formula is not None:
-        return round(int(formula(*args, **kwargs, out_val=result)) * share)
+        return int(formula(*args, **kwargs, out_val=result))
     if not packet or is_mutable(operator) or not operator.has_kernel_for_dispatch_key(_COMPOSITE):
         return 0
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -102,34 +94,25 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(counter.get_total_flops())
 
 
-def _share_of_pairs(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """Returns the share of query-key pairs that attention computes: causal, about half."""
+def _flops_of_attention(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Returns the FLOPs of two products for each pair of a query and a key; backward, of five."""
+    # PyTorch's table lacks the CPU's kernel, and knows neither causal masks nor, in older versions,
+    # keys that several heads share.
     names = [argument.name for argument in schema_of(operator).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if not given.get("is_causal"):
-        return 1.0
-    num_queries, num_keys = (int(given[name].shape[-2]) for name in ("query", "key"))
-    triangle = min(num_queries, num_keys)
-    pairs = triangle * (triangle + 1) / 2 + (num_queries - triangle) * num_keys
-    return pairs / max(num_queries * num_keys, 1)
-
-
-def _of_all_heads(operator: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Returns operands with keys and values repeated for each head, as older tables need them."""
-    names = [argument.name for argument in schema_of(operator).arguments]
-    query = args[names.index("query")]
-
-    def shown(name: str, value: Any) -> Any:
-        is_shared = name in ("key", "value") and value.shape[:-2] != query.shape[:-2]
-        if not is_shared or value.dim() < 4 or query.shape[1] % value.shape[1]:
-            return value
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-
-    return [shown(name, value) for name, value in zip(names, args, strict=False)]
+    *heads, num_queries, width = map(int, given["query"].shape)
+    num_keys, value_width = int(given["key"].shape[-2]), int(given["value"].shape[-1])
+    pairs = num_queries * num_keys
+    if given.get("is_causal"):  # about half
+        triangle = min(num_queries, num_keys)
+        pairs = triangle * (triangle + 1) // 2 + (num_queries - triangle) * num_keys
+    is_backward = "backward" in str(operator)
+    widths = 3 * width + 2 * value_width if is_backward else width + value_width
+    return 2 * math.prod(heads) * pairs * widths
 
 
 def _is_attention(operator: Any) -> bool:
-    return any(part in str(operator) for part in _ATTENTION_NAMES)
+    return "scaled_dot_product" in str(operator)
 
 
 def flops(node: torch.fx.Node) -> int:
