@@ -159,6 +159,7 @@ def assert_equals_eager(
     calls: int = 2,
     door: Door | Callable[..., Any] = "compile",
     backend: str = "eager",
+    use: Callable[..., Any] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     reference: nn.Module | None = None,
     tolerance: float | None = None,
@@ -181,6 +182,8 @@ def assert_equals_eager(
         door: how the model is compiled; a step computes a loss of all elements. A function is
             given the model, backend and options, and returns what is called.
         backend: which kernels run.
+        use: is given what runs and the inputs, and calls it; its result counts as the output, and
+            in memory results and gradients may lie in another order than eager's.
         optimizer: made of the parameters of each; steps after each call. Without one gradients
             add up.
         reference: the model to run in PyTorch; a deep copy unless given.
@@ -197,7 +200,9 @@ def assert_equals_eager(
     run = opened(model, backend=backend, **(of_steps if is_step else {}), **options)
     owner = run if door == "compile" else model  # a wrapper shows the model's own state
     train: Callable[..., Any] = _run_step if is_step else run_once
+    ours, theirs = (one if use is None else functools.partial(use, one) for one in (run, reference))
     optimizers = [optimizer(m.parameters()) for m in (model, reference)] if optimizer else []
+    compare = functools.partial(assert_same, strides=use is None)
     data, seen = list(batches) or [args] * calls, []
     if tolerance is None:
         tolerance = _tolerance_of(model, data)
@@ -207,16 +212,16 @@ def assert_equals_eager(
         if is_step:  # its gradients are those of this step alone
             reference.zero_grad()
         alone = functools.partial(_run_parts, **of_steps) if is_step else run_once
-        expected = alone(reference, inputs, kwargs or {}, call)
-        found = train(run, inputs, kwargs or {}, call)
-        for name, ours, theirs in zip(PARTS, found, expected, strict=True):
-            assert_same(ours, theirs, f"call {call}: {name}", tolerance)
-        assert_same(state_of(owner), state_of(reference), f"call {call}: state", tolerance)
+        expected = alone(theirs, inputs, kwargs or {}, call)
+        found = train(ours, inputs, kwargs or {}, call)
+        for name, have, want in zip(PARTS, found, expected, strict=True):
+            compare(have, want, f"call {call}: {name}", tolerance)
+        compare(state_of(owner), state_of(reference), f"call {call}: state", tolerance)
         for one in optimizers:
             one.step()
         if note is not None:
             seen.append(note(run))
-    assert_same(state_of(owner), state_of(reference), "at the end: state", tolerance)
+    compare(state_of(owner), state_of(reference), "at the end: state", tolerance)
     has_report = door != "torch.compile" and not callable(door)
     return Outcome(run, lazyinline.last_report(run) if has_report else None, seen)
 
@@ -342,7 +347,9 @@ def is_near(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     return relative_error(actual, expected) <= tolerance or largest <= tolerance / 10
 
 
-def assert_same(ours: Any, theirs: Any, what: str, tolerance: float = TOLERANCE) -> None:
+def assert_same(
+    ours: Any, theirs: Any, what: str, tolerance: float = TOLERANCE, *, strides: bool = True
+) -> None:
     """Compares trees of results: tensors in numbers and layout, everything else exactly."""
     left, left_spec = torch_pytree.flatten(ours)
     right, right_spec = torch_pytree.flatten(theirs)
@@ -352,7 +359,7 @@ def assert_same(ours: Any, theirs: Any, what: str, tolerance: float = TOLERANCE)
         assert type(a) is type(b), f"{where}: {type(a)} instead of {type(b)}"
         if isinstance(a, Tensor):
             assert a.requires_grad == b.requires_grad, f"{where}: requires_grad"
-            have, want = ((x.dtype, x.shape, x.stride()) for x in (a, b))
+            have, want = ((x.dtype, x.shape, strides and x.stride()) for x in (a, b))
             assert have == want, f"{where}: {have} instead of {want}"
             assert is_near(a.detach(), b.detach(), tolerance), f"{where}: {a} instead of {b}"
         else:

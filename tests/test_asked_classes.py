@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from models import Made
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.utils import generic
@@ -123,15 +124,9 @@ def asked(text: str) -> Callable[[Tensor, Any], Any]:
     return truth if isinstance(function(torch.ones(3, 2), 3), bool) else function
 
 
-class Asking(nn.Module):
+def asking(self: Any, x: Tensor) -> list[Tensor]:
     """Asks of the length in several ways."""
-
-    def __init__(self, *asks: Callable[[Tensor, Any], Any]) -> None:
-        super().__init__()
-        self.asks = asks
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [x * ask(x, x.shape[0]) for ask in self.asks]
+    return [x * ask(x, x.shape[0]) for ask in self.asks]
 
 
 NUM_TOGETHER = 8
@@ -142,7 +137,7 @@ GROUPS = [
 
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
 def test_a_size_answers_as_a_number_at_every_length(names: list[str]) -> None:
-    model = Asking(*map(asked, names))
+    model = Made(asking, asks=tuple(map(asked, names)))
     run = lazyinline.compile(model, backend="eager")
     for length in (3, 4, 300, 5):
         x = torch.ones(length, 2)

@@ -25,13 +25,7 @@ def test_dropout_and_running_statistics_are_eagers_by_every_door(door: Door, bac
     for kind in kinds:
         model = Net(kind, width=8)
         data = [(batch(5, 8, seed=seed),) for seed in range(3)]
-        assert_equals_eager(
-            model,
-            batches=data,
-            door=door,
-            backend=backend,
-            optimizer=sgd,
-        )
+        assert_equals_eager(model, batches=data, door=door, backend=backend, optimizer=sgd)
         if door == "compile":
             model.zero_grad()  # a copy has no gradients
             assert_equals_eager(model.eval(), (batch(5, 8),), backend=backend)

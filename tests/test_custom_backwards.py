@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from comparing import assert_equals_eager
 from models import Made
 from torch import Tensor, nn
 
@@ -79,24 +79,14 @@ Logs = function_of(
 Prints = function_of("Prints", lambda ctx, x: x * 1, lambda ctx, g: (print("backward"), g * 2)[1])
 
 
-class Block(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(self.linear(x)) + x
+def applies(self: Any, x: Tensor) -> Tensor:
+    return self.function.apply(self.linear(x)) + x
 
 
-class Model(nn.Module):
-    def __init__(self, function: Any, block: type[nn.Module] = Block) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.Sequential(*(block(function) for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x).square().mean()
+def model_of(function: Any, kind: type[nn.Module] = Made) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = (kind(applies, linear=nn.Linear(4, 4), function=function) for _ in range(3))
+    return Made(lambda self, x: self.blocks(x).square().mean(), blocks=nn.Sequential(*blocks))
 
 
 def set_strength(value: float) -> None:
@@ -110,46 +100,32 @@ def as_before() -> Any:
     STATE.log.clear()
 
 
-def gradients(model: nn.Module, run: Callable[..., Tensor], x: Tensor) -> list[Tensor | None]:
-    model.zero_grad()
-    run(x).backward()
-    return [p.grad for p in model.parameters()]
-
-
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("function", [Scaled, WithSetup, InForward, Outer, Converts, InPlace])
 @pytest.mark.sweep(
     keep=["Scaled-True", "WithSetup-False", "InForward-True", "Outer-True", "InPlace-True"]
 )
 def test_what_a_function_reads_may_follow_a_schedule(function: Any, marked: bool) -> None:
-    model = Model(function, lazy_inline(type("Marked", (Block,), {})) if marked else Block)
-    expected = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend="eager", fallback="error")
-    for strength in (1.0, 1.0, 2.0, 3.0):
+    def use(run: Any, strength: float, x: Tensor) -> Tensor:
         set_strength(strength)
-        x = torch.randn(3, 4)
-        found = gradients(model, compiled, x)
-        torch.testing.assert_close(found, gradients(expected, expected, x))
+        return run(x)  # type: ignore[no-any-return]
+
+    kind = lazy_inline(type("Marked", (Made,), {})) if marked else Made
+    batches = [(strength, torch.randn(3, 4)) for strength in (1.0, 1.0, 2.0, 3.0)]
+    assert_equals_eager(model_of(function, kind), batches=batches, use=use, fallback="error")
 
 
 @pytest.mark.parametrize("function", [NeedsAValue, Logs, Prints])
 def test_a_backward_that_does_more_than_compute_runs_eagerly(
     function: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = Model(function)
-    expected = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend="eager")
-    for _ in range(3):
-        x, seen = torch.randn(3, 4), []
-        for one, run in ((model, compiled), (expected, expected)):
-            STATE.log.clear()
-            found = gradients(one, run, x)
-            seen.append((found, len(STATE.log), capsys.readouterr().out))
-        torch.testing.assert_close(seen[0][0], seen[1][0])
-        assert seen[0][1:] == seen[1][1:]
-    report = lazyinline.last_report(compiled)
-    assert report is not None
-    assert report.ran_eagerly
+    def use(run: Any, x: Tensor) -> list[Any]:
+        STATE.log.clear()
+        run(x).backward()
+        return [len(STATE.log), capsys.readouterr().out]
+
+    batches = [(torch.randn(3, 4),) for _ in range(3)]
+    assert assert_equals_eager(model_of(function), batches=batches, use=use).told.ran_eagerly
 
 
 def scripted_source(x: Tensor, w: Tensor) -> Tensor:
@@ -164,17 +140,15 @@ def test_a_scripted_function_has_the_gradients_of_its_python() -> None:
     def calls(self: Any, x: Tensor) -> Tensor:
         return scripted(x, self.weight).mul_(3).sum()
 
-    model, expected = (Made(calls, weight=nn.Parameter(torch.ones(4))) for _ in range(2))
+    model, given = Made(calls, weight=nn.Parameter(torch.ones(4))), torch.arange(4.0)
     for _ in range(3):  # from the second call on it is another graph
-        wanted = gradients(expected, expected, torch.arange(4.0))
-    compiled = lazyinline.compile(model, backend="eager", fallback="error")
-    torch.testing.assert_close(gradients(model, compiled, torch.arange(4.0)), wanted)
+        model(given).backward()
+    model.zero_grad()
+    assert_equals_eager(model, (given,), fallback="error")
 
 
 def test_a_function_that_was_traced_by_torch_jit_runs_eagerly() -> None:
     traced = torch.jit.trace(lambda x: x.sin(), torch.ones(2))
-    compiled = lazyinline.compile(Made(lambda self, x: traced(x) * 2), backend="eager")
+    compiled: Any = lazyinline.compile(Made(lambda self, x: traced(x) * 2), backend="eager")
     torch.testing.assert_close(compiled(torch.ones(2)), torch.ones(2).sin() * 2)
-    report = lazyinline.last_report(compiled)
-    assert report is not None
-    assert "torch.jit" in report.ran_eagerly
+    assert "torch.jit" in compiled.last_report.ran_eagerly

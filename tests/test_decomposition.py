@@ -115,12 +115,7 @@ def points(rows: int = 4) -> Tensor:
 def test_a_model_trains_as_in_eager(derivative: str, backend: str) -> None:
     model = Net(MADE[derivative](f"trains_{backend}"))
     outcome = assert_equals_eager(
-        model,
-        [points()],
-        calls=3,
-        backend=backend,
-        optimizer=sgd,
-        reference=using(gate, model),
+        model, [points()], calls=3, backend=backend, optimizer=sgd, reference=using(gate, model)
     )
     with torch.no_grad():
         assert_close(outcome.compiled(points()), using(gate, model)(points()))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from apart import in_threads
 from comparing import assert_close, assert_equals_eager, run_once, seed_all
+from models import Made
 from printed import unfolded
 from torch import Tensor, nn
 from torch._inductor.exc import InductorError
@@ -41,29 +42,16 @@ class Mlp(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)) * 2)
 
 
-class Part(nn.Module):
-    """A module whose forward a test writes; keywords become attributes."""
-
-    def __init__(self, run: Run, **attributes: Any) -> None:
-        super().__init__()
-        self.run, self.linear = run, nn.Linear(WIDTH, WIDTH)
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, *args: Any) -> Any:
-        return self.run(self, *args)
+def part(run: Run, **attributes: Any) -> Any:
+    """Returns a module with a linear layer, whose forward a test writes."""
+    return Made(run, **{"linear": nn.Linear(WIDTH, WIDTH), **attributes})
 
 
-class Around(nn.Module):
-    """Two parts that can be captured, with something between that cannot."""
-
-    def __init__(self, between: Run, **attributes: Any) -> None:
-        super().__init__()
-        seed_all()
-        self.first, self.second, self.between = Mlp(), Mlp(), Part(between, **attributes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.between(self.first(x)))
+def around(between: Run) -> nn.Module:
+    """Returns two parts that can be captured, with something between that cannot."""
+    seed_all()
+    run = lambda self, x: self.second(self.between(self.first(x)))  # noqa: E731
+    return Made(run, first=Mlp(), second=Mlp(), between=part(between))
 
 
 def by_a_mask(module: Any, x: Tensor) -> Tensor:
@@ -111,7 +99,7 @@ def batches(count: int = 3, rows: int = 6) -> list[tuple[Tensor]]:
 
 
 def compiled_around(between: Run = by_a_mask, **options: Any) -> Any:
-    return lazyinline.compile(Around(between), backend="eager", **options)
+    return lazyinline.compile(around(between), backend="eager", **options)
 
 
 def by_path(compiled: Any) -> dict[str, Any]:
@@ -127,7 +115,7 @@ def is_compiled(compiled: Any, *paths: str) -> bool:
 @pytest.mark.sweep(keep=["by_a_mask-eager", "by_a_sparse_product-eager", "its_window-eager"])
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated in 2.14
 def test_what_cannot_be_captured_is_eager_between_compiled_parts(way: Run, backend: str) -> None:
-    compiled = assert_trains_like_eager(Around(way), *batches(), backend=backend)
+    compiled = assert_trains_like_eager(around(way), *batches(), backend=backend)
     report, found = compiled.last_report, by_path(compiled)
     assert [p for p in found if not found[p].ran_eagerly] == ["first", "second"]
     assert found["first"].num_programs == found["second"].num_programs == 1
@@ -136,7 +124,7 @@ def test_what_cannot_be_captured_is_eager_between_compiled_parts(way: Run, backe
     assert any(text in found["between"].ran_eagerly for text in lines)
     assert any(text in unfolded(report) for text in lines)
     assert "only parts are compiled" in str(report)
-    assert "between (Part): runs eagerly" in str(report)
+    assert "between (Made): runs eagerly" in str(report)
 
 
 @pytest.mark.filterwarnings("ignore:.*please report it")
@@ -209,7 +197,7 @@ def test_tensors_whose_memory_holds_other_numbers_run_what_they_are_in() -> None
 
 
 def test_the_slots_of_modules_are_empty_outside_of_a_call_in_each_thread() -> None:
-    model = Around(by_a_mask)
+    model = around(by_a_mask)
     compiled = lazyinline.compile(model, backend="eager")
 
     def run(number: int) -> None:
@@ -246,23 +234,15 @@ def layer(module: Any, x: Tensor) -> Tensor:
     return x + module.experts(module.norm(x))
 
 
-def experts(num_layers: int) -> nn.Module:
-    seed_all()
-    return nn.Sequential(
-        *(
-            Part(layer, mlp=Mlp(), experts=Experts(), norm=nn.LayerNorm(WIDTH))
-            for _ in range(num_layers)
-        )
-    )
-
-
 def num_lowered(compiled: Any) -> int:
     return len(compiled._lazyinline_calls._compiler.context.kernels)
 
 
 @pytest.mark.sweep
 def test_parts_whose_sizes_keep_changing_run_eagerly_before_long() -> None:
-    compiled = assert_trains_like_eager(experts(1), *batches(12, rows=9))
+    seed_all()
+    model = part(layer, mlp=Mlp(), experts=Experts(), norm=nn.LayerNorm(WIDTH))
+    compiled = assert_trains_like_eager(nn.Sequential(model), *batches(12, rows=9))
     changing = [r for p, r in by_path(compiled).items() if ".experts.experts." in p]
     assert all(row.num_programs <= parts.MAX_SHAPES for row in changing)
     assert any("keep changing" in row.ran_eagerly for row in changing)
@@ -282,7 +262,7 @@ def packed(module: Any, x: Tensor, lengths: Tensor) -> Tensor:
 def test_packed_sequences_run_between_compiled_parts() -> None:
     seed_all()
     steps = [(torch.randn(2, 3, WIDTH), torch.tensor(n)) for n in ([3, 2], [3, 1], [2, 2])]
-    model = Part(packed, mlp=Mlp(), rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True))
+    model = part(packed, mlp=Mlp(), rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True))
     assert is_compiled(assert_trains_like_eager(model, *steps), "mlp")
 
 
@@ -312,18 +292,18 @@ def in_a_checkpoint(model: nn.Module, **options: Any) -> Any:
 def test_what_eager_cannot_differentiate_runs_eagerly_and_so_does_what_only_eager_can() -> None:
     # Both halves share one version counter: eager says so in backward, but not under checkpoint.
     x = torch.randn(3, WIDTH)
-    model = Part(halved, part=Part(doubling))
+    model = part(halved, part=part(doubling))
     compiled = lazyinline.compile(model, backend="eager")
     assert_close(compiled(x), model(x))
     line = doubling.__code__.co_firstlineno + 1
     assert f"test_fallback.py:{line} doubling" in compiled.last_report.ran_eagerly
-    floored = Part(lambda m, x: m.linear(x) // 2)
+    floored = part(lambda m, x: m.linear(x) // 2)
     compiled = lazyinline.compile(floored, backend="eager")
     assert_close(compiled(x), floored(x))
     assert "derivative for aten::floor_divide is not impl" in compiled.last_report.ran_eagerly
-    around = Part(lambda m, x: x + checkpoint(m.part, x, use_reentrant=False), part=model)
+    around = part(lambda m, x: x + checkpoint(m.part, x, use_reentrant=False), part=model)
     assert_equals_eager(around, (x,))
-    assert_equals_eager(Part(filling, scale=None), (x,), door=in_a_checkpoint)
+    assert_equals_eager(part(filling, scale=None), (x,), door=in_a_checkpoint)
     with pytest.raises(CaptureError, match="is changed in place after it was computed"):
         lazyinline.compile_step(around, loss_fn=torch.sum, backend="eager")(x)
 
@@ -389,10 +369,9 @@ def rerun(module: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("run", [straight, penalty, changing, rerun], ids=lambda run: run.__name__)
 def test_derivatives_flow_through_parts_and_what_runs_eagerly_around_them(run: Run) -> None:
     seed_all()
-    heads = Part(lambda m, x: m.linear(x * 2).tanh().chunk(2, 0))
-    heads.linear = nn.Linear(WIDTH, WIDTH)
-    parts = {"mlp": Mlp(), "heads": heads, "reads": Part(reading)}
-    model = Part(run, rounded=Straight.apply, **parts)
+    heads = part(lambda m, x: m.linear(x * 2).tanh().chunk(2, 0))
+    parts = {"mlp": Mlp(), "heads": heads, "reads": part(reading)}
+    model = part(run, rounded=Straight.apply, **parts)
     compiled = assert_trains_like_eager(model, *batches())
     assert run is not changing or is_compiled(compiled, "heads")
     assert run is not rerun or is_compiled(compiled, "heads", "mlp")
@@ -575,7 +554,7 @@ def tagging(module: Any, x: Tensor, state: Any = None) -> Any:
 @pytest.mark.sweep(keep=["proj_size"])
 def test_a_recurrent_network_trains_like_eager(kind: Any, options: dict[str, Any]) -> None:
     seed_all()
-    model = Part(tagging, first=Mlp(), rnn=kind(WIDTH, WIDTH, **options))
+    model = part(tagging, first=Mlp(), rnn=kind(WIDTH, WIDTH, **options))
     x = torch.randn(2, 2, WIDTH)
     state = torch.utils._pytree.tree_map(Tensor.detach, model(x)[1])
     compiled = assert_trains_like_eager(model, (x,), (x, state), (x, state))

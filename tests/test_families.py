@@ -18,6 +18,7 @@ import zoo
 from comparing import Outcome, assert_close, assert_equals_eager, gradients, relative_error, twin
 from contracts import values_compared
 from hugging_face import VOCABULARY
+from models import Made
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -172,15 +173,9 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-class Loss(nn.Module):
-    """The loss of a model alone, as a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **kwargs: Any) -> Tensor:
-        return self.model(**kwargs).loss
+def loss_of(model: nn.Module) -> nn.Module:
+    """Returns the loss of a model alone, as a model."""
+    return Made(lambda self, **kwargs: self.model(**kwargs).loss, model=model)
 
 
 # These weights start at 0.02, so AdamW's first steps, which are lr times the sign of the gradient
@@ -190,7 +185,7 @@ adamw = functools.partial(torch.optim.AdamW, lr=1e-5)
 
 
 def assert_trains_like_eager(model: nn.Module, calls: int, **options: Any) -> Outcome:
-    return assert_equals_eager(Loss(model), (), batch(), calls=calls, **options)
+    return assert_equals_eager(loss_of(model), (), batch(), calls=calls, **options)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +220,7 @@ def test_encoders_train_as_in_eager(kind: str, layer_class: str) -> None:
     # nothing that softmax sees.
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith("key.bias"))
-    assert_equals_eager(Loss(model), (), batch())
+    assert_equals_eager(loss_of(model), (), batch())
     calls = count_calls(lazyinline.capture(model, (), batch(), train=True))
     layers = [number for closure, number in calls.items() if closure.name == layer_class]
     assert sum(layers) == (3 if kind == "bert" else 6)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import Door, assert_equals_eager, assert_same
+from models import Around, Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -109,20 +110,16 @@ def test_forces_of_graphs_of_any_edges_are_compiled_once(
 
 
 def test_forces_and_stress_are_taken_together_where_positions_come_of_the_strain() -> None:
-    class Stress(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.energy = Energy().double()
+    def stressed(self: Any, kinds: Tensor, positions: Tensor, *rest: Tensor) -> Any:
+        strain = positions.new_zeros(3, 3).requires_grad_()
+        moved = positions @ (torch.eye(3, dtype=positions.dtype) + strain)
+        energy = self.energy(kinds, moved, *rest)
+        self.seen = (moved.square().sum(), energy.sin())  # the first leads to the strain alone
+        return energy, *torch.autograd.grad(energy.sum(), [moved, strain], create_graph=True)
 
-        def forward(self, kinds: Tensor, positions: Tensor, *rest: Tensor) -> Any:
-            strain = positions.new_zeros(3, 3).requires_grad_()
-            moved = positions @ (torch.eye(3, dtype=positions.dtype) + strain)
-            energy = self.energy(kinds, moved, *rest)
-            self.seen = (moved.square().sum(), energy.sin())  # the first leads to the strain alone
-            return energy, *torch.autograd.grad(energy.sum(), [moved, strain], create_graph=True)
-
-    told = assert_equals_eager(Stress(), batches=[graph(9), graph(11)], dynamic=True).told
+    torch.manual_seed(0)
+    model = Made(stressed, energy=Energy().double())
+    told = assert_equals_eager(model, batches=[graph(9), graph(11)], dynamic=True).told
     assert (told.num_compiles, told.num_links, told.ran_eagerly) == (1, 1, "")
 
 
@@ -176,17 +173,11 @@ class Structure:
         self.held = {"atoms": torch.arange(3.0 * num_atoms).reshape(-1, 3)}
 
 
-class OfStructures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, structure: Any) -> Tensor:
-        return self.linear(structure.held["atoms"].sin()).tanh().sum(0)
-
-
 def test_objects_that_hold_tensors_are_compiled_for_a_few_times_and_the_reason_is_said() -> None:
-    model = OfStructures()
+    def of_structure(self: Any, structure: Any) -> Tensor:
+        return self.linear(structure.held["atoms"].sin()).tanh().sum(0)  # type: ignore[no-any-return]
+
+    model = Made(of_structure, linear=nn.Linear(3, 3))
     compiled = lazyinline.compile(model, backend="eager")
     same, reasons = Structure(9), []
     for structure in (same, same, *map(Structure, (9, 11, 13, 9)), same):
@@ -212,33 +203,22 @@ def test_other_numbers_run_eagerly_with_the_line(name: str) -> None:
 
 
 def test_blocks_that_ask_are_each_captured_for_what_they_are_given() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Pooled(COUNTS["the largest"]) for _ in range(3))
-
-        def forward(self, positions: Tensor, *molecules: Tensor) -> Tensor:
-            pairs = zip(self.layers, molecules, strict=True)
-            return torch.cat([layer(positions, molecule) for layer, molecule in pairs])
+    def three(layers: Any, positions: Tensor, *molecules: Tensor) -> Tensor:
+        pairs = zip(layers, molecules, strict=True)
+        return torch.cat([layer(positions, molecule) for layer, molecule in pairs])
 
     positions, one = graph(9, (4, 3))[1::2]
-    assert_equals_eager(Both(), (positions, one, one * 2, one * 3))
+    model = Around(three, *(Pooled(COUNTS["the largest"]) for _ in range(3)))
+    assert_equals_eager(model, (positions, one, one * 2, one * 3))
 
 
 # ---- what a forward leaves in its arguments and in its modules -----------------------------------
 
 
-class Filling(nn.Module):
-    """Does what an act says, with a dictionary that it is given."""
-
-    def __init__(self, act: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = (nn.Linear(3, 3).double() for _ in range(2))
-        self.act = act
-
-    def forward(self, inputs: dict[str, Any], more: Any = None) -> Any:
-        return self.act(self, inputs, more)
+def filling(act: Callable[..., Any]) -> nn.Module:
+    """Returns a model that does what an act says, with a dictionary that it is given."""
+    torch.manual_seed(0)
+    return Made(act, first=nn.Linear(3, 3), second=nn.Linear(3, 3)).double()
 
 
 def fills(model: Any, inputs: dict[str, Any], more: Any) -> dict[str, Tensor]:
@@ -295,7 +275,7 @@ def told_of(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("act", ACTS)
 def test_what_a_forward_leaves_is_left_by_each_call(act: Callable[..., Any]) -> None:
-    model = Filling(act)
+    model = filling(act)
     twin = copy.deepcopy(model)
     compiled = lazyinline.compile(model, backend="eager", in_place=True)
     for num in (4, 4, 5, 6, 5):
@@ -330,7 +310,7 @@ def test_a_step_leaves_nothing_of_it_and_says_so(act: Callable[..., Any]) -> Non
         parts = [result] if isinstance(result, Tensor) else result.values()
         return torch.stack([part.square().sum() for part in parts]).sum()
 
-    model = Filling(act)
+    model = filling(act)
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.Adam(m.parameters(), fused=True) for m in (model, twin)]
     step = lazyinline.compile_step(
@@ -338,10 +318,10 @@ def test_a_step_leaves_nothing_of_it_and_says_so(act: Callable[..., Any]) -> Non
     )
     for num in (4, 5, 6):
         inputs = {"x": graph(3, (num, 2))[1], "num": 3}
-        loss = step(inputs)
+        loss = step(inputs, None)
         assert (list(inputs), told_of(model)) == (["x", "num"], {})
         optimizers[1].zero_grad()
-        expected = loss_of(twin(inputs))
+        expected = loss_of(twin(inputs, None))
         expected.backward()
         optimizers[1].step()
         assert_same(loss, expected.detach(), "loss", 1e-10)
@@ -352,19 +332,12 @@ def test_a_step_leaves_nothing_of_it_and_says_so(act: Callable[..., Any]) -> Non
 
 
 def test_a_size_that_the_forward_needs_as_a_number_is_named_with_its_line() -> None:
-    class Counted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 3).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) * int(x.shape[0])  # a number
-
     def why(run: Any) -> str:
         return run.last_report.why_static  # type: ignore[no-any-return]
 
     data = [(torch.ones(num, 3).double(),) for num in range(4, 9)]
-    first, *rest = assert_equals_eager(Counted(), batches=data, note=why).seen
+    model = Made(lambda self, x: self.inner(x) * int(x.shape[0]), inner=nn.Linear(3, 3).double())
+    first, *rest = assert_equals_eager(model, batches=data, note=why).seen
     assert not first
     assert all("a size of" in text and "at test_forces.py" in text for text in rest), rest
 
@@ -409,21 +382,16 @@ parts.register_autograd(
 slopes.register_autograd(slopes_of_slopes, setup_context=keep_inputs)
 
 
-class OfParts(nn.Module):
-    """Operators of a package, with derivatives of two orders and lists of results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.detach().requires_grad_()
-        sine, cosine = parts(self.linear(x).tanh())
-        energy = (sine * cosine.square()).sum()
-        return energy, torch.autograd.grad(energy, x, create_graph=True)[0]
+def of_parts(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Calls operators of a package, with derivatives of two orders and lists of results."""
+    x = x.detach().requires_grad_()
+    sine, cosine = parts(self.linear(x).tanh())
+    energy = (sine * cosine.square()).sum()
+    return energy, torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
 def test_operators_with_lists_of_results_are_differentiated_twice() -> None:
     given = [(torch.randn(num, 3, dtype=torch.float64),) for num in (4, 5)]
-    told = assert_equals_eager(OfParts().double(), batches=given, dynamic=True).told
+    model = Made(of_parts, linear=nn.Linear(3, 3).double())
+    told = assert_equals_eager(model, batches=given, dynamic=True).told
     assert not told.ran_eagerly and told.num_compiles == 1

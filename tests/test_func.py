@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import lazyinline
-from lazyinline import PlanError, func
+from lazyinline import CompiledModule, PlanError, func
 from lazyinline.frontend.func.rows import Jacobian
 
 WIDTH = 8
@@ -50,32 +50,18 @@ def by_pytorch() -> Iterator[None]:
         yield
 
 
+def used(run: Any, *inputs: Tensor) -> Any:
+    with contextlib.nullcontext() if isinstance(run, CompiledModule) else by_pytorch():
+        return run(*inputs)
+
+
 def assert_trains_like_eager(
-    model: nn.Module, *inputs: Tensor, backend: Any = "eager", steps: int = 3
+    model: nn.Module, *inputs: Tensor, backend: str = "eager", steps: int = 3
 ) -> Any:
     """Compares losses, every gradient and buffer over some steps; returns the compiled model."""
-    expected = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend=backend, fallback="error")
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, expected)]
-    for step in range(steps):
-        losses = []
-        for one, optimizer in zip((compiled, expected), optimizers, strict=True):
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            with by_pytorch() if one is expected else contextlib.nullcontext():
-                losses.append(one(*inputs))
-            losses[-1].backward()
-        torch.testing.assert_close(losses[0], losses[1])
-        torch.testing.assert_close(*[[*m.buffers()] for m in (model, expected)])
-        for (name, found), wanted in zip(
-            model.named_parameters(), expected.parameters(), strict=True
-        ):
-            assert (found.grad is None) == (wanted.grad is None), name
-            if wanted.grad is not None:
-                torch.testing.assert_close(found.grad, wanted.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    return compiled
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    options: Any = {"calls": steps, "backend": backend, "optimizer": sgd, "fallback": "error"}
+    return assert_equals_eager(model, inputs, use=used, **options).compiled
 
 
 def slope(y: Tensor, x: Tensor) -> Tensor:
@@ -557,18 +543,9 @@ def test_a_model_that_draws_between_runs_eagerly() -> None:
 
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 1)).double()
     for of, reason in ((forward, "draws random numbers"), (branching, "value of a tensor")):
-        model = of_forward(of, net)
-        compiled = lazyinline.compile(model, backend="eager")
-        found = []
-        for one in (compiled, model):
-            torch.manual_seed(3)
-            model.zero_grad()
-            found.append(one(tensor(4, 2)))
-            found[-1].backward()
-            found += [p.grad for p in model.parameters() if p.grad is not None]
-        half = len(found) // 2
-        torch.testing.assert_close(found[:half], found[half:])
-        assert reason in compiled.last_report.ran_eagerly
+        net.zero_grad()
+        told = assert_equals_eager(of_forward(of, net), (tensor(4, 2),), calls=1).told
+        assert reason in told.ran_eagerly
 
 
 class Parts(nn.Module):
@@ -617,11 +594,8 @@ def test_gradients_by_torch_func_ask_for_gradients_where_pytorchs_do() -> None:
         return slopes, value, torch.func.grad(lambda y: self.net(y).sum())(x)
 
     for wants_grad in (False, True):
-        model, x = of_forward(forward, network()), tensor(4, 2).requires_grad_(wants_grad)
-        found = lazyinline.compile(model, backend="eager", fallback="error")(x)
-        wanted = model(x)
-        torch.testing.assert_close(found, wanted)
-        assert [y.requires_grad for y in found] == [y.requires_grad for y in wanted]
+        args = (tensor(4, 2).requires_grad_(wants_grad),)
+        assert_equals_eager(of_forward(forward, network()), args, calls=1, fallback="error")
 
 
 @pytest.mark.parametrize(

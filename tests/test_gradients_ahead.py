@@ -1,12 +1,13 @@
 """Gradients that losses keep asking for are computed with the forward: whatever a next one asks."""
 
-import copy
 import pathlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from comparing import assert_equals_eager
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -152,26 +153,17 @@ OTHERS = (checkpointed, changed, dynamics, energies, weighted, parameters, hessi
 OTHERS += (alone,)
 
 
-def assert_as_eager(model: nn.Module, uses: Sequence[Use], **options: Any) -> None:
+def assert_as_eager(model: nn.Module, uses: Sequence[Use]) -> None:
     """Compares results and all gradients after each of some uses with those of a twin."""
-    model = model.double()
-    twin = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend="eager", dynamic=True, **options)
-    optimizers = [torch.optim.Adam(one.parameters(), 1e-2) for one in (model, twin)]
-    for number, use in enumerate(uses):
-        found = []
-        for run, own in ((compiled, model), (twin, twin)):
-            torch.manual_seed(number)
-            own.zero_grad()
-            pos, edges = data(0 if number == 7 else number % 5 + 11)
-            results = use(run, pos, edges)
-            found.append([*results, pos.grad, *(p.grad for p in own.parameters()), torch.rand(1)])
-        for one, other in zip(*found, strict=True):
-            assert (one is None) == (other is None), use.__name__
-            if one is not None:
-                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=use.__name__)
-        for optimizer in optimizers:
-            optimizer.step()
+    batches = [
+        (use, *data(0 if number == 7 else number % 5 + 11)) for number, use in enumerate(uses)
+    ]
+    options: dict[str, Any] = {"optimizer": torch.optim.Adam, "dynamic": True, "tolerance": 1e-11}
+    assert_equals_eager(model.double(), batches=batches, use=used, **options)
+
+
+def used(run: Model, use: Use, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    return [result.detach() for result in use(run, pos, edges)]
 
 
 @pytest.fixture
@@ -273,24 +265,16 @@ def test_a_forward_whose_gradients_nobody_asks_for_computes_none_in_the_end(num_
 def test_results_get_what_comes_to_them_through_each_other_after_a_habit(
     habit: Use, result: str, num_ahead: Callable[[], int]
 ) -> None:
-    model = Potential(result).double()
-    twin = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend="eager", dynamic=True)
-    found: list[list[Tensor | None]] = [[], []]
-    for also in (False, True):
-        for seen, run, own in ((found[0], compiled, model), (found[1], twin, twin)):
-            for number in range(3):
-                habit(run, *data(11 + number))
-            own.zero_grad()
-            results = run(*(given := data(14)))
-            for one in results:
-                one.retain_grad()
-            slope = slope_of(results[0], given[0], retain_graph=True)
-            loss = results[0].square() + (results[1].sum().sin() if also else 0)
-            loss.backward()
-            gradients = (one.grad for one in results)
-            seen += [*gradients, slope, given[0].grad, *(p.grad for p in own.parameters())]
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    def after(model: Model, pos: Tensor, edges: Tensor, *, also: bool) -> list[Tensor]:
+        results = model(pos, edges)
+        for one in results:
+            one.retain_grad()
+        slope = slope_of(results[0], pos, retain_graph=True)
+        (results[0].square() + (results[1].sum().sin() if also else 0)).backward()
+        return [slope, *(one.grad for one in results if one.grad is not None)]
+
+    uses = [use for also in (False, True) for use in (*[habit] * 3, partial(after, also=also))]
+    assert_as_eager(Potential(result), uses)
     assert num_ahead() > 0 or habit is dynamics
 
 

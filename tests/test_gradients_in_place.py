@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import Door, assert_equals_eager, sgd
+from models import Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -88,34 +89,22 @@ def into_what_moves(write: Write, values: Tensor) -> Tensor:
 ROOTS = [whole, through_a_view, through_a_view_of_what_is_returned, into_what_moves]
 
 
-class Energies(nn.Module):
-    """Energies of molecules from a network per atom, written in place, in each way again."""
-
-    def __init__(self, root: Root, *writes: Write) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        self.writes, self.root = writes, root
-
-    def forward(self, positions: Tensor) -> Tensor:
-        values = self.net(positions)[:, 0]
-        return torch.cat([self.root(write, values) for write in self.writes])
+def take_forces(self: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Energies from a network per atom, and their gradient as packages take it: None is zeros."""
+    positions = positions.view_as(positions).requires_grad_()
+    values = self.net(positions)[:, 0]
+    energies = torch.cat([self.root(write, values) for write in self.writes])
+    (forces,) = torch.autograd.grad(
+        energies, positions, torch.ones_like(energies), create_graph=True, allow_unused=True
+    )
+    return energies, torch.zeros_like(positions) if forces is None else forces
 
 
-class Forces(nn.Module):
-    """Energies and their gradient, as packages of potentials take it: None means zeros."""
-
-    def __init__(self, root: Root, *writes: Write) -> None:
-        super().__init__()
-        self.energies = Energies(root, *writes)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        positions = positions.view_as(positions).requires_grad_()
-        energies = self.energies(positions)
-        (forces,) = torch.autograd.grad(
-            energies, positions, torch.ones_like(energies), create_graph=True, allow_unused=True
-        )
-        return energies, torch.zeros_like(positions) if forces is None else forces
+def forces_of(root: Root, *writes: Write) -> nn.Module:
+    """Returns a model whose energies are written in place, in each of some ways again."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return Made(take_forces, net=net, root=root, writes=writes)
 
 
 def positions() -> Tensor:
@@ -131,7 +120,7 @@ roots = pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
 @pytest.mark.parametrize("name", ["all", *WRITES])
 @pytest.mark.sweep(keep=["[scatter_add_-through_a_view-step", "[all-into_what_moves-compile"])
 def test_forces_and_all_gradients_are_eagers(name: str, root: Root, door: Door) -> None:
-    model = Forces(root, *(WRITES.values() if name == "all" else [WRITES[name]]))
+    model = forces_of(root, *(WRITES.values() if name == "all" else [WRITES[name]]))
     assert model(positions())[1].abs().max() > 1e-3
     options: dict[str, Any] = {} if door == "step" else {"fallback": "error"}
     assert_equals_eager(model, (positions(),), door=door, optimizer=sgd, tolerance=1e-7, **options)
@@ -140,7 +129,7 @@ def test_forces_and_all_gradients_are_eagers(name: str, root: Root, door: Door) 
 @roots
 @pytest.mark.sweep(keep=["through_a_view]", "into_what_moves"])
 def test_forces_through_a_write_to_many_tensors_are_eagers(root: Root) -> None:
-    model = Forces(root, lambda into, values: torch._foreach_add_([into], [values[:2]]))
+    model = forces_of(root, lambda into, values: torch._foreach_add_([into], [values[:2]]))
     assert_equals_eager(model, (positions(),), calls=1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_equals_eager
-from models import Made, block
+from models import Around, Made, block
 from torch import Tensor, nn
 
 import lazyinline
@@ -68,15 +68,8 @@ def in_a_hook(model: Any) -> None:
     model.linear, model.weight = torch.nn.utils.spectral_norm(nn.Linear(4, 4)), torch.eye(4)
 
 
-PLACES = [
-    in_the_layer,
-    in_an_attribute,
-    in_a_buffer,
-    in_a_list,
-    in_a_closure,
-    of_another,
-    in_a_hook,
-]
+PLACES = [in_the_layer, in_an_attribute, in_a_buffer, in_a_list, in_a_closure]
+PLACES += [of_another, in_a_hook]
 
 
 @pytest.mark.parametrize("place", PLACES[:-1])
@@ -111,17 +104,6 @@ def test_a_step_refuses_a_weight_that_is_computed_from_some_step_on() -> None:
         step(torch.randn(3, 4))
 
 
-class Parametrized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-        self.hyper = nn.Linear(2, 16)
-        self.register_buffer("code", torch.randn(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) @ self.hyper(self.code).view(4, 4)).square().mean()
-
-
 def test_a_step_refuses_a_complex_loss_and_micro_batches_without_rows() -> None:
     weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
     model = Made(lambda self, x: (x * self.weight).sum(), weight=weight)
@@ -129,7 +111,7 @@ def test_a_step_refuses_a_complex_loss_and_micro_batches_without_rows() -> None:
         model(torch.randn(4)).backward()
     with pytest.raises(CaptureError, match=r"real, not torch\.complex64"):
         lazyinline.compile_step(model, backend="eager")(torch.randn(4))
-    step = lazyinline.compile_step(Parametrized(), micro_batches=2, backend="eager")
+    step = lazyinline.compile_step(network(), loss_fn=torch.sum, micro_batches=2, backend="eager")
     with pytest.raises(PlanError, match="cannot be split"):
         step(torch.randn(0, 4))
 
@@ -165,26 +147,13 @@ def of_the_input(linear: nn.Module, x: Tensor) -> Any:
 def test_grad_mode_switched_inside_gives_results_the_history_that_eager_gives(
     run: Callable[..., Any], mode: Callable[[], Any]
 ) -> None:
+    def use(called: Any, x: Tensor) -> Any:
+        with mode():
+            return called(x)
+
     model = block(lambda self, x: run(self.linear, x), mark=False)().float()
-    expected = copy.deepcopy(model)
     options: Any = {"fallback": "error"} if run is of_the_input else {}
-    compiled = lazyinline.compile(model, backend="eager", **options)
-    for _ in range(2):
-        x, seen = torch.randn(3, 4), []
-        for call, owner in ((compiled, model), (expected, expected)):
-            with mode():
-                results = call(x)
-            results = results if isinstance(results, tuple) else (results,)
-            owner.zero_grad()
-            for result in results:
-                if result.requires_grad and not result.is_leaf:
-                    result.sum().backward()
-            seen.append(([*results], [r.requires_grad for r in results], gradients(owner)))
-        torch.testing.assert_close(*seen)
-
-
-def gradients(model: nn.Module) -> list[Tensor | None]:
-    return [parameter.grad for parameter in model.parameters()]
+    assert_equals_eager(model, batches=[(torch.randn(3, 4),) for _ in range(2)], use=use, **options)
 
 
 def network() -> nn.Module:
@@ -209,11 +178,8 @@ DERIVATIVES: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 def test_derivatives_by_vectorized_rows_are_eagers() -> None:
-    model, x = network(), torch.randn(3, 4)
-    compiled = lazyinline.compile(copy.deepcopy(model), backend="eager")
-    for kind, derivative in DERIVATIVES.items():
-        found, expected = derivative(compiled, x), derivative(model, x)
-        torch.testing.assert_close(found, expected, msg=lambda text, kind=kind: f"{kind}: {text}")
+    batches = [(derivative, torch.randn(3, 4)) for derivative in DERIVATIVES.values()]
+    assert_equals_eager(network(), batches=batches, use=lambda run, use, x: use(run, x))
 
 
 def differentiated_on(run: Any, x: Tensor, rows: Tensor) -> Any:
@@ -222,17 +188,14 @@ def differentiated_on(run: Any, x: Tensor, rows: Tensor) -> Any:
 
 
 def drawing(run: Any, x: Tensor, rows: Tensor) -> Any:
-    torch.manual_seed(0)
-    (found,) = torch.autograd.grad(run(x), x, rows, is_grads_batched=True)
-    return found, torch.rand(2)
+    return torch.autograd.grad(run(x), x, rows, is_grads_batched=True)
 
 
 @pytest.mark.parametrize("use", [differentiated_on, drawing], ids=lambda use: use.__name__)
 def test_a_batch_of_gradients_is_that_of_eager(use: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()) if use is drawing else network()
-    x, rows = torch.randn(3, 4, requires_grad=True), torch.randn(2, 3, 4)
-    compiled = lazyinline.compile(copy.deepcopy(model), backend="eager")
-    torch.testing.assert_close(*(use(run, x, rows) for run in (compiled, model)))
+    args = torch.randn(3, 4, requires_grad=True), torch.randn(2, 3, 4)
+    assert_equals_eager(model, args, calls=1, use=use)
 
 
 class Net(nn.Module):
@@ -312,20 +275,17 @@ def test_gradients_are_saved_and_copied_without_the_arena(
 Use = Callable[[nn.Module, Any, Tensor], list[Any]]
 
 
-class Deep(nn.Module):
+def run_deep(layers: Any, x: Tensor) -> dict[str, Any]:
     """Returns a loss and every hidden state, of which the last also stands as the result."""
+    hidden = [x]
+    for layer in layers:
+        hidden.append(layer(hidden[-1]))
+    return {"loss": hidden[-1].square().sum(), "last": hidden[-1], "hidden": hidden[1:]}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3)
-        )
 
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        hidden = [x]
-        for layer in self.layers:
-            hidden.append(layer(hidden[-1]))
-        return {"loss": hidden[-1].square().sum(), "last": hidden[-1], "hidden": hidden[1:]}
+def deep() -> nn.Module:
+    parts = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3))
+    return Around(run_deep, *parts)
 
 
 def alone(model: nn.Module, out: Any, x: Tensor) -> list[Any]:
@@ -403,30 +363,22 @@ USES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def deep() -> list[tuple[Any, Any]]:
-    """What runs and what holds the parameters, compiled and by eager; learns from use to use."""
+def used(run: Any, use: Use, x: Tensor) -> list[Any]:
+    found = [one if one is None else one.detach() for one in use(run, run(x), x)]
+    return [*found, x.grad]
+
+
+def test_gradients_of_results_are_eagers() -> None:
+    """A compiled model learns from use to use."""
     torch.manual_seed(0)
-    model = Deep()
-    expected = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend="eager", dynamic=True)
-    return [(compiled, model), (expected, expected)]
-
-
-@pytest.mark.parametrize("use", USES)
-def test_gradients_of_results_are_eagers(use: Use, deep: list[tuple[Any, Any]]) -> None:
-    found = []
-    for run, own in deep:
-        for number in (3, 3):
-            torch.manual_seed(number)
-            own.zero_grad()
-            x = torch.randn(3, 4, requires_grad=True)
-            found.append([*use(own, run(x), x), x.grad, *(p.grad for p in own.parameters())])
-    torch.testing.assert_close(found[:2], found[2:])
+    x = torch.randn(3, 4, requires_grad=True)
+    batches = [(use, x) for use in USES for _ in range(2)]
+    options: Any = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.0), "dynamic": True}
+    assert_equals_eager(deep(), batches=batches, use=used, **options)
 
 
 def test_a_gradient_of_a_result_that_may_lack_a_part_is_warned_of_once() -> None:
-    model = lazyinline.compile(Deep(), backend="eager")
+    model = lazyinline.compile(deep(), backend="eager")
     x = torch.randn(3, 4, requires_grad=True)
     for expected in (1, 0):
         out = model(x)

@@ -13,7 +13,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from decoders import Decoder, DecoderConfig, GptDecoder
-from models import Block
+from models import Block, Made, Stack
 from parallel_models import TinyMixture, mesh_of, tiny, tokens
 from rank_threads import one_of_many, run_in_threads
 from torch import Tensor, nn
@@ -28,12 +28,7 @@ from lazyinline.frontend.passes.numbers import note_examples
 from lazyinline.frontend.passes.state import Subject, between, run, step_goal
 from lazyinline.pipeline_parallel.mesh import problem
 from lazyinline.pipeline_parallel.mesh.choices import Choices, _fits
-from lazyinline.pipeline_parallel.mesh.layouts import (
-    Axis,
-    AxisRates,
-    Layout,
-    Moves,
-)
+from lazyinline.pipeline_parallel.mesh.layouts import Axis, AxisRates, Layout, Moves
 from lazyinline.pipeline_parallel.mesh.plan import Placements
 from lazyinline.pipeline_parallel.mesh.planner import (
     FoundPlan,
@@ -209,20 +204,11 @@ def test_without_room_for_any_recompute_the_least_that_fits_is_told() -> None:
         cheapest_plan(find, ("selective", "full"))
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(4096) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def test_data_and_tensor_parallel_are_found_together() -> None:
     with torch.device("meta"):
-        step = step_of(Layers(), torch.zeros(2002, 4096))
+        layers = Stack(*(Block(4096) for _ in range(3)))
+        model = Made(lambda self, x: self.layers(x).square().mean(), layers=layers)
+        step = step_of(model, torch.zeros(2002, 4096))
     axes = [Axis("data", 2, AxisRates(3e10, 2e-5)), axis("tensor", 4)]
     found = find_plan(step, axes, RATES)
     by_name = found.plan.parameters
@@ -264,18 +250,10 @@ def test_the_number_of_layers_does_not_count() -> None:
     assert max(count for _, count in many.leaves) == 6
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(x).relu().sum()
-
-
 def test_no_choice_is_cheaper() -> None:
     with torch.device("meta"):
-        step = step_of(Small(), torch.zeros(32, 64))
+        up = nn.Linear(64, 256, bias=False)
+        step = step_of(Made(lambda self, x: self.up(x).relu().sum(), up=up), torch.zeros(32, 64))
     for bytes_per_s in (1e8, 1e10, 1e12):
         axes = [Axis("ranks", 4, AxisRates(bytes_per_s, 1e-6))]
         moves, choices = Moves(axes), Choices(folded_step(step), axes, Rates(1e10, 1e10))
@@ -301,44 +279,32 @@ def test_a_plan_takes_as_long_where_the_simplex_method_takes_too_many_steps(
     assert ("no plan with equal layers takes less" in found.plan.table) == (share < 1)
 
 
-class WithoutRule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_an_operator_without_a_rule_is_whole_on_each_rank_and_named() -> None:
+    def searching(self: Any, x: Tensor) -> Tensor:
         h = self.up(x)
         places = torch.searchsorted(torch.linspace(0, 1, 4), h.detach())
-        return (h * places).sum()
+        return (h * places).sum()  # type: ignore[no-any-return]
 
-
-def test_an_operator_without_a_rule_is_whole_on_each_rank_and_named() -> None:
-    found = find_plan(step_of(WithoutRule(), torch.zeros(8, 8)), [axis("tensor", 2)], RATES)
+    step = step_of(Made(searching, up=nn.Linear(8, 8)), torch.zeros(8, 8))
+    found = find_plan(step, [axis("tensor", 2)], RATES)
     assert found.taken.choices.unknown == ["aten.searchsorted.Tensor"]
     assert "without a rule: aten.searchsorted.Tensor" in found.plan.table
 
 
-class Operators(nn.Module):
+def of_many_kinds(self: Any, ids: Tensor) -> Tensor:
     """Views, attention, softmax, reductions, an embedding, a cross entropy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 32)
-        self.qkv = nn.Linear(32, 96)
-        self.head = nn.Linear(32, 16)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind()
-        y = F.scaled_dot_product_attention(q, k, v)
-        y = y + torch.softmax(q @ k.transpose(-1, -2), -1) @ v
-        y = y.transpose(1, 2).flatten(2)
-        y = y - y.mean(-1, keepdim=True) + y.amax(-1, keepdim=True)
-        return F.cross_entropy(self.head(y).flatten(0, 1), ids.flatten())
+    x = self.embedding(ids)
+    q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind()
+    y = F.scaled_dot_product_attention(q, k, v)
+    y = y + torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+    y = y.transpose(1, 2).flatten(2)
+    y = y - y.mean(-1, keepdim=True) + y.amax(-1, keepdim=True)
+    return F.cross_entropy(self.head(y).flatten(0, 1), ids.flatten())
 
 
 def test_every_kind_of_operator_can_be_split() -> None:
-    step = step_of(Operators(), torch.zeros(4, 8, dtype=torch.long))
+    held = {"embedding": nn.Embedding(16, 32), "qkv": nn.Linear(32, 96), "head": nn.Linear(32, 16)}
+    step = step_of(Made(of_many_kinds, **held), torch.zeros(4, 8, dtype=torch.long))
     axes = [axis("tensor", 2)]
     choices = Choices(folded_step(step), axes, RATES)
     assert choices.unknown == []

@@ -126,21 +126,15 @@ def test_torch_compile_around_it_runs_a_wrapper_and_the_own_python_of_what_is_in
     assert_close(torch.compile(compiled, backend="eager")(batch()), expected(batch()))
 
 
-class OfAnotherLayout(nn.Module):
-    """Its gradient comes out of PyTorch's kernel in other strides than those of the trace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 2)
-        self.factor = nn.Parameter(torch.randn(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.exp(self.factor * F.softplus(self.linear(x))).transpose(-1, -2)
-        return x + (y.unsqueeze(1) * x.unsqueeze(-1)[:, :, :2]).sum((1, 2, 3))[:, None, None]
+def of_another_layout(self: Any, x: Tensor) -> Tensor:
+    """Has a gradient that PyTorch's kernel gives in other strides than those of the trace."""
+    y = torch.exp(self.factor * F.softplus(self.linear(x))).transpose(-1, -2)
+    return x + (y.unsqueeze(1) * x.unsqueeze(-1)[:, :, :2]).sum((1, 2, 3))[:, None, None]
 
 
 def test_a_kernel_that_lays_its_result_out_in_another_way_stops_no_backward() -> None:
-    model = nn.Sequential(OfAnotherLayout(), OfAnotherLayout())
+    held = [{"linear": nn.Linear(8, 2), "factor": nn.Parameter(torch.randn(2))} for _ in range(2)]
+    model = nn.Sequential(*(Made(of_another_layout, **one) for one in held))
     assert_equals_eager(model, (torch.randn(2, 8, 8),), calls=1)
 
 

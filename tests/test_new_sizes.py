@@ -151,47 +151,37 @@ def test_blocks_share_whose_size_was_asked_of_a_tensor_outside(door: Any) -> Non
     assert outcome.shared == 2, outcome.reasons
 
 
-def assert_forces_as_eager(
-    compiled: Any, model: nn.Module, plain: nn.Module, shape: Shape, *also: str
-) -> None:
-    gradients = []
-    for one, own in ((compiled, model), (plain, plain)):
-        own.zero_grad()
-        kinds, places, *ends = atoms(shape)
-        energy = one(kinds, places.requires_grad_(), *ends)
-        asked = [places, *map(own.get_parameter, also)]
-        forces, *_ = torch.autograd.grad(energy, asked, create_graph=True)
-        (energy + forces.square().sum()).backward()
-        gradients.append([forces.detach(), places.grad, *(p.grad for p in own.parameters())])
-    for ours, theirs in zip(*gradients, strict=True):
-        assert_close(ours, theirs)
+def forces_at(model: nn.Module, *shapes: Shape, also: Any = ()) -> list[tuple[int, int, int]]:
+    """Compares forces with eager's; returns what was made until then after each shape."""
 
+    def note(run: Any) -> tuple[int, int, int]:
+        report = run.last_report
+        return report.num_gradients, report.num_compiles, report.num_links
 
-FORCE_SHAPES = ((9, 40), (9, 60), (WIDTH, WIDTH))
+    def forces(run: Any, kinds: Tensor, places: Tensor, *ends: Tensor) -> tuple[Tensor, Tensor]:
+        energy = run(kinds, places, *ends)
+        asked = [places, *map(run.get_parameter, also)]
+        return energy, torch.autograd.grad(energy, asked, create_graph=True)[0]
+
+    batches = [
+        (kinds, places.requires_grad_(), *ends) for kinds, places, *ends in map(atoms, shapes)
+    ]
+    return assert_equals_eager(model, batches=batches, use=forces, note=note, dynamic=True).seen
 
 
 def test_gradients_that_are_differentiated_are_compiled_once() -> None:
-    model, plain = potential()
-    compiled = lazyinline.compile(model, dynamic=True, backend="eager")
-    counted = []
-    for shape in FORCE_SHAPES:
-        assert_forces_as_eager(compiled, model, plain, shape)
-        counted.append(compiled.last_report.num_gradients)
-    assert counted == [1, 0, 0]
-    assert compiled.last_report.num_compiles == 1
+    made = forces_at(potential()[0], (9, 40), (9, 60), (WIDTH, WIDTH))
+    assert [num for num, _, _ in made] == [1, 0, 0]
+    assert made[-1][1] == 1
 
 
 @pytest.mark.filterwarnings("ignore:A gradient is differentiated operator by operator")
 def test_gradients_that_settle_a_size_leave_it_open_in_the_forward() -> None:
-    model, plain = potential(1)
-    compiled = lazyinline.compile(model, dynamic=True, backend="eager")
     right = torch_make_fx._EmbeddingGradient.backward
     settling = lambda ctx, g: (int(ctx.saved_tensors[0].shape[0]), right(ctx, g))[1]  # noqa: E731
     with mock.patch.object(torch_make_fx._EmbeddingGradient, "backward", settling):
-        for shape in FORCE_SHAPES[:2]:
-            assert_forces_as_eager(compiled, model, plain, shape, "embedding.weight")
-    report = compiled.last_report
-    assert (report.num_gradients, report.num_compiles, report.num_links) == (0, 1, 1)
+        made = forces_at(potential(1)[0], (9, 40), (9, 60), also=["embedding.weight"])
+    assert made[-1] == (0, 1, 1)
 
 
 class Lone(nn.Module):

@@ -127,18 +127,15 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 CASES = list(itertools.product(OPERATORS, LAYOUTS))
 
 
-class Net(nn.Module):
+def reads_twice(self: Any, x: Tensor) -> Tensor:
     """Reads what an operator made in two ways, one of them a view's."""
+    h = OPERATORS[self.name](x * 1.5) * self.scale
+    y = torch.sin(h) + self.scale.cos() * h
+    return y.flip(0) * self.scale + y  # type: ignore[no-any-return]
 
-    def __init__(self, operator: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.operator = operator
-        self.scale = nn.Parameter(torch.tensor(1.3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.operator(x * 1.5) * self.scale
-        y = torch.sin(h) + self.scale.cos() * h
-        return y.flip(0) * self.scale + y
+def net(name: str) -> nn.Module:
+    return Made(reads_twice, name=name, scale=nn.Parameter(torch.tensor(1.3)))
 
 
 def assert_as_eager(model: nn.Module, x: Tensor) -> None:
@@ -156,7 +153,7 @@ def assert_as_eager(model: nn.Module, x: Tensor) -> None:
 )
 @pytest.mark.parametrize("operator, layout", CASES, ids=map("-".join, CASES))
 def test_results_are_eagers_and_lie_as_eagers_do(operator: str, layout: str) -> None:
-    assert_as_eager(Net(OPERATORS[operator]), LAYOUTS[layout]())
+    assert_as_eager(net(operator), LAYOUTS[layout]())
 
 
 @pytest.mark.sweep(keep="group_norm")
@@ -166,8 +163,7 @@ def test_a_layout_that_no_rule_knows_is_copied_into_the_promised_one(
 ) -> None:
     monkeypatch.setattr(torch_fake_rules, "IN_SUGGESTED_FORMAT", frozenset())
     x = LAYOUTS["swapped" if operator == "batch_norm" else "channels last"]()
-    net = Net(OPERATORS[operator])
-    assert_as_eager(Around(lambda layers, x: layers[0](x).contiguous(), net), x)
+    assert_as_eager(Around(lambda layers, x: layers[0](x).contiguous(), net(operator)), x)
 
 
 def test_no_rows_have_gradients_without_a_launch() -> None:
@@ -231,14 +227,13 @@ def _wider(x: Tensor) -> Tensor:
     return x.double()
 
 
-class Using(nn.Module):
-    def __init__(self, operator: Any) -> None:
-        super().__init__()
-        self.operator, self.linear = operator, nn.Linear(8, 8)
+def uses(self: Any, x: Tensor) -> Tensor:
+    doubled = self.operator(self.linear(x))
+    return (doubled.relu() + 1).square().sum() + (doubled.reshape(-1) * 3).sum()
 
-    def forward(self, x: Tensor) -> Tensor:
-        doubled = self.operator(self.linear(x))
-        return (doubled.relu() + 1).square().sum() + (doubled.reshape(-1) * 3).sum()
+
+def using(operator: Any) -> nn.Module:
+    return Made(uses, operator=operator, linear=nn.Linear(8, 8))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +242,7 @@ class Using(nn.Module):
 )
 def test_results_laid_out_otherwise_than_fakes_say_are_read_rightly(how: str, backend: str) -> None:
     operator = _operator(f"transposed_{how}", _transposed)
-    model, expected = Using(operator), Using(operator)
+    model, expected = using(operator), using(operator)
     expected.load_state_dict(model.state_dict())
     door: Door = "step" if how == "compile_step" else "compile"
     with torch.set_grad_enabled(how != "no_grad"):
@@ -259,7 +254,7 @@ def test_results_laid_out_otherwise_than_fakes_say_are_read_rightly(how: str, ba
 @pytest.mark.parametrize(("kernel", "found"), [(_smaller, r"f32\[1,8\]"), (_wider, r"f64\[5,8\]")])
 def test_a_result_of_another_shape_or_type_names_its_operator(kernel: Any, found: str) -> None:
     name = f"wrong{kernel.__name__}"
-    model = Using(_operator(name, kernel))
+    model = using(_operator(name, kernel))
     text = rf"operator lazyinline_tests\.{name} returned {found}.*register_fake"
     with pytest.raises(PlanError, match=text), torch.no_grad():
         lazyinline.compile(model, backend="inductor")(torch.randn(5, 8))
@@ -268,7 +263,7 @@ def test_a_result_of_another_shape_or_type_names_its_operator(kernel: Any, found
 
 
 def test_generated_code_that_returns_another_layout_is_refused() -> None:
-    leaf = lazyinline.capture(Using(torch.relu), (torch.randn(4, 8),)).calls[0].closure
+    leaf = lazyinline.capture(using(torch.relu), (torch.randn(4, 8),)).calls[0].closure
     types = tuple(replace(t, shape=(2,), stride=(1,)) for t in leaf.output_types)
     with pytest.raises(VerifyError, match="its type says"):
         record_graph(replace(leaf, output_types=types))
@@ -279,34 +274,32 @@ def shift_(x: Tensor, by: Tensor) -> None:
     x.add_(by)
 
 
-class Changing(nn.Module):
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what, self.linear = what, nn.Linear(4, 4)
-        self.register_buffer("count", torch.zeros(4))
+def changes(self: Any, x: Tensor) -> Tensor:
+    if self.what == "input":
+        shift_(x, torch.ones(4))
+    hidden = self.linear(x) * 2
+    if self.what == "activation":
+        shift_(hidden, torch.ones(4))
+    elif self.what == "part of an activation":
+        shift_(hidden[1:], torch.ones(4))
+    elif self.what == "buffer":
+        shift_(self.count, hidden.detach().mean(0))
+    return (hidden + self.count + x).relu()  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.what == "input":
-            shift_(x, torch.ones(4))
-        hidden = self.linear(x) * 2
-        if self.what == "activation":
-            shift_(hidden, torch.ones(4))
-        elif self.what == "part of an activation":
-            shift_(hidden[1:], torch.ones(4))
-        elif self.what == "buffer":
-            shift_(self.count, hidden.detach().mean(0))
-        return (hidden + self.count + x).relu()
+
+def changing(what: str) -> nn.Module:
+    return Made(changes, what=what, linear=nn.Linear(4, 4), count=nn.Buffer(torch.zeros(4)))
 
 
 @pytest.mark.parametrize("what", ["activation", "part of an activation", "buffer", "input"])
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.sweep(keep=["True-buffer", "True-activation", "False-input"])
 def test_what_an_operator_changes_is_changed(what: str, train: bool) -> None:
-    model, batches = Changing(what), [(torch.randn(3, 4),) for _ in range(2)]
+    model, batches = changing(what), [(torch.randn(3, 4),) for _ in range(2)]
     with torch.set_grad_enabled(train):
         outcome = assert_equals_eager(model, batches=batches, backend="eager")
     assert "lazyinline_tests.shift_" in outcome.compiled.last_report.ran_eagerly
-    step = lazyinline.compile_step(Changing(what), loss_fn=torch.sum, backend="eager")
+    step = lazyinline.compile_step(changing(what), loss_fn=torch.sum, backend="eager")
     with pytest.raises(CaptureError, match=r"shift_.* at test_operators\.py:\d+"):
         step(*batches[0])
 

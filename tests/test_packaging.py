@@ -281,9 +281,7 @@ def test_a_python_that_is_too_new_gets_a_warning(monkeypatch: MonkeyPatch) -> No
 
 
 @pytest.mark.smoke
-def test_a_free_threaded_build_is_refused_also_with_its_lock_on(
-    monkeypatch: MonkeyPatch,
-) -> None:
+def test_a_free_threaded_build_is_refused_also_with_its_lock_on(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: int(name == "Py_GIL_DISABLED"))
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
     with pytest.raises(LazyInlineError, match="does not run on free-threaded Python"):

@@ -10,17 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from comparing import relative_error
-from parallel_models import (
-    MEGATRON,
-    VOCABULARY,
-    far_off,
-    mesh_of,
-    tiny,
-    tokens,
-    tokens_for_heads,
-)
+from models import Made
+from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, tiny, tokens, tokens_for_heads
 from rank_threads import one_of_many, run_in_threads
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -235,16 +228,10 @@ def test_a_step_runs_after_one_that_failed_while_collectives_were_under_way() ->
     assert max(run_in_threads(2, fail_once)) < 1e-12
 
 
-class Rounded(nn.Module):
-    """A model whose products are in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = tiny().float()
-
-    def forward(self, *batch: torch.Tensor) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.model(*batch)
+def rounded(self: Any, *batch: torch.Tensor) -> Any:
+    """Has products in bfloat16."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.model(*batch)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -253,7 +240,7 @@ def test_weights_are_gathered_in_the_type_that_is_computed_in_and_gradients_scat
     backend: Any,
 ) -> None:
     def train(rank: int) -> Any:
-        alone, model = Rounded(), Rounded()
+        alone, model = (Made(rounded, model=tiny().float()) for _ in range(2))
         parallel = lazyinline.parallelize(
             model, tokens(), mesh=mesh_of(fsdp=2), plan=None, backend=backend
         )

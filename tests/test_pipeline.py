@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from comparing import relative_error
 from memory_events import memory_use
+from models import Around, Made
 from rank_threads import same_excepthook
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -183,25 +184,20 @@ class Layouts(nn.Module):
         return y, y.t(), y[:, :1].expand(-1, 6), wide[..., 1], wide[::2, 1:, 0], y.sum(), x[:, 1:]
 
 
-class Unpacking(nn.Module):
-    """Takes a batch apart; each block needs a part of it in its backward."""
+def test_a_stage_that_takes_its_batch_apart_keeps_the_right_part(alone: None) -> None:
+    """Each block needs a part of it in its backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(8))
-        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
-
-    def forward(self, both: Tensor) -> Tensor:
+    def unpacking(self: Any, both: Tensor) -> Tensor:
         _, x = both.unbind(1)
         y, row = x * self.scale, x
         for block in self.blocks:
             y, row = block(y, row)
-        return y.square().mean()
+        return y.square().mean()  # type: ignore[no-any-return]
 
-
-def test_a_stage_that_takes_its_batch_apart_keeps_the_right_part(alone: None) -> None:
     torch.manual_seed(0)
-    model, args = Unpacking(), (torch.rand(BATCH, 2, 3, 8),)
+    blocks = nn.ModuleList(Block(8) for _ in range(2))
+    model = Made(unpacking, scale=nn.Parameter(torch.rand(8)), blocks=blocks)
+    args = (torch.rand(BATCH, 2, 3, 8),)
     pipe = make(model, args, "1F1B", num_stages=1, backend="inductor")
     assert not train(pipe, model, args, steps=2)
 
@@ -218,22 +214,17 @@ def test_stages_of_one_rank_give_what_the_model_gives(alone: None, schedule: str
         assert number["W"] == number["I"]
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Layouts() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        values: tuple[Tensor, ...] = (x,)
-        for part in self.parts:
-            values = part(*values)
-        return torch.stack([value.square().mean() for value in values]).sum()
+def run_chain(layers: Any, x: Tensor) -> Tensor:
+    values: tuple[Tensor, ...] = (x,)
+    for part in layers:
+        values = part(*values)
+    return torch.stack([value.square().mean() for value in values]).sum()
 
 
-def chain_and_batch() -> tuple[Chain, tuple[Tensor]]:
+def chain_and_batch() -> tuple[nn.Module, tuple[Tensor]]:
     torch.manual_seed(0)
-    chain = Chain()
-    for number, layer in enumerate(chain.parts):
+    chain = Around(run_chain, *(Layouts() for _ in range(4)))
+    for number, layer in enumerate(chain.layers):
         lazyinline.stage(layer, number // 2)
     return chain, (torch.randn(BATCH, 4),)
 

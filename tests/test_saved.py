@@ -64,18 +64,12 @@ def assert_trains_as(loaded: nn.Module, compiled: nn.Module, x: Tensor) -> None:
     assert all(torch.equal(grads[name], grad) for name, grad in expected_grads.items())
 
 
-class Biased(nn.Module):
+def biased(self: Any, x: Tensor) -> Tensor:
     """Attention whose bias is learned, as Swin's and T5's: another kernel gives its gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = x.view(1, 4, 2, 8).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=self.bias)
-        plain = F.scaled_dot_product_attention(attended, heads, heads)
-        return plain.transpose(1, 2).flatten(2)
+    heads = x.view(1, 4, 2, 8).transpose(1, 2)
+    attended = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=self.bias)
+    plain = F.scaled_dot_product_attention(attended, heads, heads)
+    return plain.transpose(1, 2).flatten(2)
 
 
 def of_any_name() -> nn.Module:
@@ -91,7 +85,10 @@ def of_any_name() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "blocks": (lambda: Net(MarkedBlock, 3), batch()),
-    "attention with a learned bias": (Biased, batch(4, 16)),
+    "attention with a learned bias": (
+        lambda: Made(biased, bias=nn.Parameter(torch.randn(4, 4))),
+        batch(4, 16),
+    ),
     "any names": (of_any_name, batch(4, 2)),
 }
 
@@ -429,13 +426,8 @@ def test_a_further_layer_takes_at_most_2_kb_beside_weights(tmp_path: Path) -> No
     assert sizes[1] - sizes[0] <= 4 * 2000
 
 
-class Loss(nn.Module):
-    def __init__(self, block: Any = BatchNormBlock) -> None:
-        super().__init__()
-        self.net = Net(block)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.net(x), y)
+def with_loss(block: Any = BatchNormBlock) -> nn.Module:
+    return Made(lambda self, x, y: F.mse_loss(self.net(x), y), net=Net(block))
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -453,7 +445,7 @@ OPTIMIZERS: dict[str, Any] = {
 def test_a_loaded_step_goes_on_as_the_compiled_one(
     optimizer: str, micro_batches: int, dynamic: bool | None, tmp_path: Path
 ) -> None:
-    model = Loss(MarkedBlock if dynamic else BatchNormBlock)
+    model = with_loss(MarkedBlock if dynamic else BatchNormBlock)
     made = OPTIMIZERS[optimizer](model.parameters())
     options: dict[str, Any] = {"micro_batches": micro_batches, "dynamic": dynamic}
     options |= {"max_norm": 0.01} if optimizer == "clipped" else {}
@@ -474,7 +466,7 @@ def test_a_loaded_step_goes_on_as_the_compiled_one(
 
 
 def test_a_step_whose_optimizer_runs_behind_it_is_refused(tmp_path: Path) -> None:
-    model = Loss()
+    model = with_loss()
     step = lazyinline.compile_step(
         model, optimizer=torch.optim.Adagrad(model.parameters()), backend="eager"
     )

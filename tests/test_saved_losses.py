@@ -17,7 +17,7 @@ import pytest
 import torch
 from comparing import gradients
 from hugging_face import build
-from models import MarkedBlock, Net, batch
+from models import Made, MarkedBlock, Net, batch
 from test_hostile_files import OF_PARTS, opened, parts_in, refused, written
 from test_saved import reloaded
 from torch import Tensor, nn
@@ -26,16 +26,15 @@ from transformers.utils.logging import warning_once
 import lazyinline
 
 
-class Pair(nn.Module):
+def run_pair(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Two results of parameters of their own and shared ones."""
+    hidden = self.net(x)
+    return torch.tanh(self.first(hidden)), self.second(hidden).exp()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.first, self.second = Net(MarkedBlock, 2), nn.Linear(2, 3), nn.Linear(2, 4)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.net(x)
-        return torch.tanh(self.first(hidden)), self.second(hidden).exp()
+def pair() -> nn.Module:
+    held = {"net": Net(MarkedBlock, 2), "first": nn.Linear(2, 3), "second": nn.Linear(2, 4)}
+    return Made(run_pair, **held)
 
 
 def steps_of(model: Any, x: Tensor) -> list[Tensor]:
@@ -75,7 +74,7 @@ def test_a_file_holds_the_backwards_for_losses_of_some_results(
     dynamic, recompute = KINDS[kind]
     torch.manual_seed(0)
     compiled: Any = lazyinline.compile(
-        Pair(), dynamic=dynamic, recompute=recompute, backend=backend, fallback="error"
+        pair(), dynamic=dynamic, recompute=recompute, backend=backend, fallback="error"
     )
     steps_of(compiled, batch(8))
     loaded = reloaded(compiled, tmp_path)
@@ -166,7 +165,7 @@ def test_a_loss_beside_logits_takes_no_compile_where_a_file_is_opened(
 @pytest.fixture(scope="module")
 def paired(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A file of a model whose losses took one result, the other, and both."""
-    compiled = lazyinline.compile(Pair(), backend="eager")
+    compiled = lazyinline.compile(pair(), backend="eager")
     steps_of(compiled, batch())
     path = tmp_path_factory.mktemp("paired") / "model.lz"
     lazyinline.save(compiled, path)

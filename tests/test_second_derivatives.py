@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from typing import Any
 import decoders
 import pytest
 import torch
+from comparing import assert_equals_eager, sgd
 from models import WIDTH, Made, block
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -31,11 +30,6 @@ Residual = block(lambda self, x: x + self.linear(x).tanh())
 def net(num_layers: int = 2, kind: Callable[[], nn.Module] = Residual) -> nn.Module:
     layers = [kind() for _ in range(num_layers)]
     return nn.Sequential(nn.Linear(2, WIDTH), *layers, nn.Linear(WIDTH, 1))
-
-
-def pair(model: nn.Module, backend: str = "eager", **options: Any) -> tuple[Any, nn.Module]:
-    """Returns a model, compiled, and a twin that is eager."""
-    return lazyinline.compile(model.double(), backend=backend, **options), copy.deepcopy(model)
 
 
 def points(num: int = 5, seed: int = 0) -> Tensor:
@@ -62,24 +56,9 @@ def third_order(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return gradient(second.pow(3).sum(), x).sum()
 
 
-def assert_same(
-    compiled: Any, expected: nn.Module, loss: Callable[..., Tensor], *args: Any
-) -> None:
-    """Compares a loss, the gradients of all parameters and of the input, buffers, and draws."""
-    found = []
-    for model in (compiled, expected):
-        torch.manual_seed(3)
-        model.zero_grad()
-        inputs = [a.clone() for a in args]
-        value = loss(model, *inputs)
-        value.backward()
-        gradients = [p.grad for p in model.parameters()]
-        state = [*model.buffers(), torch.rand(2)]
-        found.append([value.detach(), *gradients, *(x.grad for x in inputs), *state])
-    for one, other in zip(*found, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+def assert_same(model: nn.Module, loss: Callable[..., Tensor], *args: Any, **options: Any) -> Any:
+    """Compares a loss, and gradients, with those of eager; returns what became of the model."""
+    return assert_equals_eager(model.double(), args, use=loss, **{"calls": 1, **options})
 
 
 def of_a_function(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -102,30 +81,25 @@ def of_some_parameters(model: nn.Module, x: Tensor) -> Tensor:
 def test_gradients_of_gradients_equal_eager(loss: Any, backend: str) -> None:
     kind = block(lambda self, x: x + self.linear(self.norm(x)).tanh())
     model = net(2, lambda: kind(norm=nn.LayerNorm(WIDTH)))
-    assert_same(*pair(model, backend), loss, points())
+    assert_same(model, loss, points(), backend=backend)
 
 
 def test_a_penalty_trains_as_in_eager_over_several_steps_of_any_size() -> None:
-    compiled, expected = pair(net())
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (compiled, expected)]
-    for step, num in enumerate((5, 5, 7, 6)):
-        assert_same(compiled, expected, penalty, points(num, step))
-        for optimizer in optimizers:
-            optimizer.step()
+    batches = [(points(num, step),) for step, num in enumerate((5, 5, 7, 6))]
+    assert_same(net(), penalty, batches=batches, optimizer=torch.optim.AdamW)
 
 
 def test_a_hessian_vector_product_of_a_decoder_equals_eager() -> None:
     model, args = decoders.llama(1, hidden=16, num_heads=2, vocab=13, seq=6, batch=2)
-    compiled, expected = pair(model)
-    products = []
-    for one in (compiled, expected):
-        parameters = list(one.parameters())
+
+    def products(run: nn.Module, *args: Tensor) -> list[Tensor]:
+        parameters = list(run.parameters())
         with sdpa_kernel(SDPBackend.MATH):  # the only one with a second derivative in eager
-            gradients = torch.autograd.grad(one(*args), parameters, create_graph=True)
+            gradients = torch.autograd.grad(run(*args), parameters, create_graph=True)
             along = sum(g.sum() for g in gradients)
-            products.append([*gradients, *torch.autograd.grad(along, parameters)])
-    for found, wanted in zip(*products, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+            return [*(g.detach() for g in gradients), *torch.autograd.grad(along, parameters)]
+
+    assert_same(model, products, *args)
 
 
 def stops_a_region(self: Any, x: Tensor) -> Tensor:
@@ -152,46 +126,38 @@ STOPPING: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("loss", [penalty, third_order])
 @pytest.mark.sweep(keep="penalty")
 def test_what_stops_a_gradient_stops_it_at_every_order(name: str, loss: Any) -> None:
-    assert_same(*pair(net(kind=block(STOPPING[name]))), loss, points())
+    assert_same(net(kind=block(STOPPING[name])), loss, points())
 
 
 @pytest.mark.parametrize("det", [torch.det, torch.linalg.det], ids=["det", "linalg.det"])
 def test_a_determinant_has_a_second_derivative_where_singular_values_are_equal(det: Any) -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
-        return gradient(model(x.requires_grad_()), x).square().sum()
+        return gradient(model(x), x).square().sum()
 
     matrices = torch.eye(3).double().repeat(2, 1, 1)
     matrices[1] += torch.arange(9.0).reshape(3, 3) / 9
     model = Made(lambda self, x: det(x @ x.mT + torch.eye(3, dtype=x.dtype)).sum())
-    assert_same(*pair(model, fallback="error"), loss, matrices)
+    assert_same(model, loss, matrices.requires_grad_(), fallback="error")
 
 
 def test_gradients_that_are_constants_are_there_at_every_call() -> None:
-    compiled, expected = pair(Made(lambda self, x, y: (x + 1, (x * y).sin())))
-    for _ in range(2):
-        for place in (1, 0):
-            found = []
-            for model in (compiled, expected):
-                x, y = points().requires_grad_(), points(seed=2).requires_grad_()
-                first = torch.autograd.grad(
-                    model(x, y)[place].sum(), (x, y), create_graph=True, allow_unused=True
-                )
-                found.append(first[0])
-                if place:
-                    found += torch.autograd.grad(first[0].square().sum(), (x, y))
-            half = len(found) // 2
-            for one, other in zip(found[:half], found[half:], strict=True):
-                torch.testing.assert_close(one, other)
+    def slopes(model: Any, x: Tensor, y: Tensor, place: int) -> list[Tensor]:
+        first, _ = torch.autograd.grad(
+            model(x, y)[place].sum(), (x, y), create_graph=True, allow_unused=True
+        )
+        rest = torch.autograd.grad(first.square().sum(), (x, y)) if place else ()
+        return [first.detach(), *rest]
+
+    x, y = points().requires_grad_(), points(seed=2).requires_grad_()
+    model = Made(lambda self, x, y: (x + 1, (x * y).sin()))
+    assert_same(model, slopes, batches=[(x, y, place) for place in (1, 0, 1, 0)])
 
 
 def test_an_input_of_inference_mode_that_no_derivative_needs_is_taken_as_in_eager() -> None:
-    compiled, expected = pair(Made(lambda self, x, y: (x + y).sin() * x))
     with torch.inference_mode():
         shift = points(seed=1)
-    x, twin = (points().requires_grad_() for _ in range(2))
-    compiled(x, shift).sum().backward()
-    expected(twin, shift).sum().backward()
-    torch.testing.assert_close(x.grad, twin.grad)
+    model = Made(lambda self, x, y: (x + y).sin() * x)
+    assert_same(model, lambda run, x: run(x, shift), points().requires_grad_())
 
 
 def test_each_different_closure_is_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,9 +172,7 @@ def test_each_different_closure_is_differentiated_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Compiler, "compile_gradients", counted)
     for num_layers in (2, 4):
-        compiled, _ = pair(net(num_layers))
-        penalty(compiled, points()).backward()
-        report = compiled.last_report
+        report = assert_same(net(num_layers), penalty, points()).told
         assert report.num_gradients == 1 and "to be differentiated: 1" in str(report)
     assert nodes[0] == nodes[1]
 
@@ -217,12 +181,8 @@ def test_a_module_whose_gradient_nobody_differentiates_makes_no_program_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(GradientPrograms, "of", None)
-    compiled, expected = pair(net())
-    x = points().requires_grad_()
-    (found,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
-    (wanted,) = torch.autograd.grad(expected(x).sum(), x, create_graph=True)
-    torch.testing.assert_close(found, wanted)
-    assert compiled.last_report.num_gradients == 0
+    slope = lambda run, x: gradient(run(x).sum(), x).detach()  # noqa: E731
+    assert assert_same(net(), slope, points().requires_grad_()).told.num_gradients == 0
 
 
 def normed(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
@@ -263,22 +223,17 @@ def test_what_runs_again_finds_a_buffer_as_the_forward_found_it(
             self.norm.running_mean.lerp_(x.detach().mean(0), 0.1)
         return y
 
-    compiled, expected = pair(net(kind=normed(counting)))
-    for num in (5, 5, 7):
-        assert_same(compiled, expected, loss, points(num))
+    assert_same(net(kind=normed(counting)), loss, batches=[(points(num),) for num in (5, 5, 7)])
 
 
 def test_a_function_with_its_own_derivative_is_differentiated_twice_by_autograd() -> None:
     kind = block(lambda self, x: x * Rounded.apply(self.linear(x)).tanh())
-    compiled, expected = pair(net(kind=kind))
     with pytest.warns(UserWarning, match="operator by operator.*Rounded"):
-        assert_same(compiled, expected, penalty, points())
-    assert any("Rounded" in one for one in compiled.last_report.eager_kernels)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for num in (6, 7):  # with symbols for sizes, too
-            assert_same(compiled, expected, third_order, points(num))
-    strict, _ = pair(net(kind=kind), fallback="error")
+        told = assert_same(net(kind=kind), penalty, points()).told
+    assert any("Rounded" in one for one in told.eager_kernels)
+    with pytest.warns(UserWarning, match="operator by operator.*Rounded"):  # symbols for sizes, too
+        assert_same(net(kind=kind), third_order, batches=[(points(num),) for num in (5, 6, 7)])
+    strict = lazyinline.compile(net(kind=kind).double(), backend="eager", fallback="error")
     with pytest.raises(PlanError, match="Rounded"):
         penalty(strict, points()).backward()
 
@@ -295,12 +250,8 @@ def test_batch_norm_trains_by_its_gradients_gradient_as_in_eager() -> None:
         return found
 
     kind = normed(lambda self, x: x + self.norm(self.linear(x)).tanh())
-    compiled, expected = pair(net(kind=kind))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (compiled, expected)]
-    for seed in range(3):
-        assert_same(compiled, expected, loss, points(seed=seed))
-        for optimizer in optimizers:
-            optimizer.step()
+    batches = [(points(seed=seed),) for seed in range(3)]
+    assert_same(net(kind=kind), loss, batches=batches, optimizer=sgd)
 
 
 def dropping(self: Any, x: Tensor) -> Tensor:
@@ -320,9 +271,8 @@ def test_masks_are_those_of_the_forward_at_every_order(loss: Any, backend: str) 
         found: Tensor = loss(lambda x: (model(x), torch.rand(3))[0], x)
         return found
 
-    compiled, expected = pair(net(kind=block(dropping)), backend)
-    for seed in range(2):
-        assert_same(compiled, expected, drawing_between, points(seed=seed))
+    batches = [(points(seed=seed),) for seed in range(2)]
+    assert_same(net(kind=block(dropping)), drawing_between, batches=batches, backend=backend)
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
@@ -336,7 +286,7 @@ def test_dropout_of_nothing_or_everything_draws_nothing(p: float) -> None:
         node.target(torch.ones(2, 3), p, True)
         assert torch.equal(before, torch.get_rng_state()) and not is_draw(node), name
     kind = block(lambda self, x: nn.functional.dropout(x + self.linear(x).tanh(), p))
-    assert_same(*pair(net(kind=kind)), penalty, points())
+    assert_same(net(kind=kind), penalty, points())
 
 
 def test_what_a_gradient_would_draw_otherwise_is_drawn_operator_by_operator() -> None:
@@ -345,12 +295,11 @@ def test_what_a_gradient_would_draw_otherwise_is_drawn_operator_by_operator() ->
     def refuse(forward: Any, gradients: Any) -> None:
         raise NotDifferentiatedError("on cuda")
 
-    compiled, expected = pair(net(kind=block(dropping)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "_require_same_draws", refuse)
-        with pytest.warns(UserWarning, match="operator by operator. on cuda"):
-            assert_same(compiled, expected, penalty, points())
-            assert_same(compiled, expected, third_order, points(6, 1))
+        for loss in (penalty, third_order):
+            with pytest.warns(UserWarning, match="operator by operator. on cuda"):
+                assert_same(net(kind=block(dropping)), loss, batches=[(points(),), (points(6, 1),)])
 
 
 def test_what_a_gradient_would_draw_otherwise_is_found() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close, assert_same_gradients
+from comparing import assert_close, assert_equals_eager, assert_same_gradients
 from models import Around, Stack
 from torch import Tensor, nn
 from transformers import JambaConfig, JambaForCausalLM
@@ -159,15 +159,12 @@ def test_what_blocks_do_to_a_cache_is_what_eager_does(act: str) -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("act", ["updates", "writes in place", "adds in place"])
 def test_gradients_through_a_cache_that_is_shared_are_those_of_eager(act: str, kind: str) -> None:
-    model = stack(act_of(act))
-    expected = copy.deepcopy(model)
-    run: Any = lazyinline.compile(model, backend="eager", reuse="auto")
-    results = []
-    for module in (run, expected):
-        cache, x = a_cache(kind), torch.ones(2, 1, 3, SIZE)
-        (module(x, cache).square().mean() + cache.layers[2].values.sum()).backward()
-        results.append([p.grad for p in module.parameters()])
-    assert_close(*results)
+    def loss(run: Any, x: Tensor) -> Tensor:
+        cache = a_cache(kind)
+        return run(x, cache).square().mean() + cache.layers[2].values.sum()  # type: ignore[union-attr]
+
+    args = (torch.ones(2, 1, 3, SIZE),)
+    assert_equals_eager(stack(act_of(act)), args, calls=1, use=loss, reuse="auto")
 
 
 @pytest.mark.parametrize("together", [(0,), (2,), (0, 1, 2)])
@@ -185,10 +182,9 @@ def test_slots_that_are_one_tensor_are_told_from_others(together: tuple[int, ...
         return x
 
     model = Around(forward, *stack(act_of("writes in place")).layers)
-    run: Any = lazyinline.compile(model, backend="eager", reuse="auto")
-    x = torch.ones(2, 1, 3, SIZE)
+    args, use = (torch.ones(2, 1, 3, SIZE),), lambda run, x: run(x, a_cache("dynamic"))
     with torch.no_grad():
-        assert_close(run(x, a_cache("dynamic")), model(x, a_cache("dynamic")))
+        assert_equals_eager(model, args, calls=1, use=use, reuse="auto")
 
 
 WHOLE_NUMBERS = [name for name in vars(int) if callable(getattr(int, name)) and name[:2] == "__"]

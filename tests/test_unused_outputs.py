@@ -222,12 +222,9 @@ CUSTOM: dict[str, Callable[[nn.Parameter, nn.Parameter], Any]] = {
 def test_a_gradient_is_none_or_zero_as_in_eager(name: str) -> None:
     """An optimizer decays a weight whose gradient is zero, and leaves one without a gradient."""
     x, y = (nn.Parameter(torch.arange(3.0)) for _ in range(2))
-    model, expected, compiled = made(Made(lambda m: CUSTOM[name](m.x, m.y), x=x, y=y))
-    for run in (compiled, expected):
-        run()[0].sum().backward()
-    assert_same_gradients(model, expected)
-    assert (model.y.grad is None) == ("zeros" not in name)
-    why = lazyinline.last_report(compiled).ran_eagerly
+    model = Made(lambda m: CUSTOM[name](m.x, m.y), x=x, y=y)
+    why = assert_equals_eager(model, calls=1, use=lambda run: run()[0]).told.ran_eagerly
+    assert (y.grad is None) == ("zeros" not in name)
     assert bool(why) == ("None" in name) and ("returns None as" in why or not why)
 
 
@@ -243,18 +240,16 @@ def run_parts(self: Any, x: Tensor) -> tuple[Tensor, ...]:
 )
 @pytest.mark.sweep(keep="eager")
 def test_zeros_of_any_layout_stand_for_unused_parts(backend: str, dynamic: bool | None) -> None:
-    model, expected, compiled = made(
-        Made(run_parts, linear=nn.Linear(4, 12)), backend=backend, dynamic=dynamic
-    )
-    for length in (3,) if dynamic is False else (3, 5):
-        x = torch.randn(length, 4)
-        for used in ((0,), (2, 3)):
-            for run in (compiled, expected):
-                run.zero_grad()
-                out = run(x)
-                torch.stack([out[i].cos().sum() for i in used]).sum().backward()
-            assert_same_gradients(model, expected)
-        assert compiled.last_report.num_backwards == 3
+    def loss(run: Any, x: Tensor, *used: int) -> Tensor:
+        out = run(x)
+        return torch.stack([out[i].cos().sum() for i in used]).sum()
+
+    rows = [torch.randn(length, 4) for length in ((3,) if dynamic is False else (3, 5))]
+    batches = [(x, *used) for x in rows for used in ((0,), (2, 3))]
+    options: Any = {"dynamic": dynamic, "note": lambda run: run.last_report.num_backwards}
+    model = Made(run_parts, linear=nn.Linear(4, 12))
+    found = assert_equals_eager(model, batches=batches, use=loss, backend=backend, **options)
+    assert found.seen[1::2] == [3] * len(rows)
 
 
 def test_zeros_that_make_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,16 +267,10 @@ def test_zeros_that_make_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-class Mixed(nn.Module):
+def mixed() -> nn.Module:
     """Needs its input, a parameter and a result again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.down(torch.sigmoid(self.up(x)) * 2).t())
+    run = lambda self, x: torch.tanh(self.down(torch.sigmoid(self.up(x)) * 2).t())  # noqa: E731
+    return Made(run, up=nn.Linear(6, 8), down=nn.Linear(8, 6))
 
 
 def strided(tensor: Tensor) -> Tensor:
@@ -309,7 +298,7 @@ CHANGING: dict[str, tuple[Pair, str]] = {
 @pytest.mark.sweep(keep="inductor")
 def test_what_hooks_give_back_in_another_layout_is_read_right(backend: str) -> None:
     torch.manual_seed(0)
-    model = Mixed()
+    model = mixed()
     expected = twin(model)
     compiled = lazyinline.compile(model, backend=backend)
     # Longer steps let rounding grow: eager then is as far from float64 as from any other order.
@@ -332,7 +321,7 @@ def test_what_hooks_give_back_in_another_layout_is_read_right(backend: str) -> N
 
 @pytest.mark.parametrize("kind", CHANGING)
 def test_what_hooks_give_of_another_type_is_an_error_and_the_next_step_is_right(kind: str) -> None:
-    model = Mixed()
+    model = mixed()
     expected = twin(model)
     compiled = lazyinline.compile(model, backend="eager")
     x = torch.randn(5, 6)
@@ -346,17 +335,10 @@ def test_what_hooks_give_of_another_type_is_an_error_and_the_next_step_is_right(
     assert_same_gradients(model, expected)
 
 
-class Unpacked(nn.Module):
+def unpacked(self: Any, x: Tensor) -> Tensor:
     """Saves a part of its input for the backward, which is handed the whole of it."""
-
-    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.part = part
-        self.weight = nn.Parameter(torch.linspace(0.1, 1, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        taken = self.part(x)
-        return (taken * self.weight).sin() @ taken.T
+    taken = SAVED_PARTS[self.part](x)
+    return (taken * self.weight).sin() @ taken.T
 
 
 SAVED_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -376,6 +358,6 @@ def test_a_part_of_an_input_that_is_saved_is_that_part(part: str, backend: str) 
     def x() -> Tensor:
         return torch.linspace(-1, 2, 12).reshape(4, 3)
 
-    kept = SAVED_PARTS[part]
-    assert_equals_eager(Unpacked(kept), (x().requires_grad_(),), backend=backend, calls=1)
-    assert_equals_eager(Unpacked(kept), (x(),), backend=backend, door="step", calls=1)
+    model = Made(unpacked, part=part, weight=nn.Parameter(torch.linspace(0.1, 1, 3)))
+    assert_equals_eager(model, (x().requires_grad_(),), backend=backend, calls=1)
+    assert_equals_eager(model, (x(),), backend=backend, door="step", calls=1)

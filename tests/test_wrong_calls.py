@@ -13,7 +13,7 @@ import pytest
 import torch
 from comparing import assert_equals_eager
 from link_tree import package_folders
-from models import Around, Block
+from models import Around, Block, Made
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import has_torch_function as ask_who_intercepts
@@ -216,35 +216,24 @@ def test_tracebacks_of_our_errors_end_at_a_public_function(door: Any) -> None:
     assert num_frames_of_ours(found) == 1
 
 
-class Whitening(nn.Module):
-    """Goes on with another matrix where the first has no factor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_a_forward_that_goes_on_after_an_error_of_numbers_does_so_at_each_call() -> None:
+    def whitening(self: Any, x: Tensor) -> Tensor:
         matrix = torch.eye(4) * x.mean()
         try:
             factor = torch.linalg.cholesky(matrix)
         except torch.linalg.LinAlgError:
             factor = torch.linalg.cholesky(matrix + 9 * torch.eye(4))
-        return self.linear(x) @ factor
+        return self.linear(x) @ factor  # type: ignore[no-any-return]
 
-
-def test_a_forward_that_goes_on_after_an_error_of_numbers_does_so_at_each_call() -> None:
     batches = [(torch.full((2, 4), float(mean)),) for mean in (1, 1, -1, 1, -2)]
-    told = assert_equals_eager(Whitening(), batches=batches).told
+    model = Made(whitening, linear=nn.Linear(4, 4))
+    told = assert_equals_eager(model, batches=batches).told
     assert "names LinAlgError" in told.ran_eagerly
 
 
-class Overridden(nn.Linear):
-    """Asks whether a tensor is of a class that intercepts operators: it is while it is traced."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + float(ask_who_intercepts((x,)))
-
-
 def test_a_forward_that_asks_who_intercepts_operators_runs_eagerly() -> None:
-    told = assert_equals_eager(Overridden(4, 4), batches=[(torch.ones(2, 4),)] * 3).told
+    """A tensor is of a class that does while it is traced."""
+    asks = lambda self, x: self.linear(x) + float(ask_who_intercepts((x,)))  # noqa: E731
+    model = Made(asks, linear=nn.Linear(4, 4))
+    told = assert_equals_eager(model, batches=[(torch.ones(2, 4),)] * 3).told
     assert "_has_torch_function" in told.ran_eagerly
