@@ -220,12 +220,13 @@ def test_a_missing_compiler_is_named_with_its_package(monkeypatch: pytest.Monkey
         cpp_builder.cpp_compiler_search.cache_clear()
 
 
-def test_errors_show_the_name_by_which_they_are_caught() -> None:
+def test_errors_share_one_base_and_show_the_name_by_which_they_are_caught() -> None:
     things = [getattr(lazyinline, name) for name in lazyinline.__all__]
     errors = [x for x in things if isinstance(x, type) and issubclass(x, Exception)]
     assert len(errors) >= 4
     for error in errors:
         assert error.__module__ == "lazyinline" and pickle.loads(pickle.dumps(error)) is error
+        assert issubclass(error, lazyinline.LazyInlineError)
 
 
 def test_a_model_on_the_meta_device_is_captured_but_not_run() -> None:

@@ -192,9 +192,24 @@ def test_whatever_a_loss_asks_is_right_after_a_habit(
         assert num_ahead() > len(OTHERS)
 
 
-def test_forces_come_with_the_energy_once_two_losses_asked(num_ahead: Callable[[], int]) -> None:
-    assert_as_eager(Potential(), [forces] * 3 + [changed, energies])
-    assert num_ahead() == 3  # with that of the energies, which ended it
+# A model, what losses ask for one after another, and how many forwards ran with gradients.
+ROWS: dict[str, tuple[dict[str, Any], list[Use], int | None]] = {
+    # With that of the energies, which ended it.
+    "forces, once two losses asked": ({}, [forces] * 3 + [changed, energies], 3),
+    "forces alone": ({"result": "each"}, [dynamics] * 4 + [energies], 3),
+    "of what draws": ({"dropout": 0.5}, [forces] * 5 + [energies, parameters, forces], None),
+    "nobody asks any more": ({}, [forces] * 2 + [alone] * 12, 9),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.sweep(keep="forces")
+def test_forces_are_computed_ahead_as_long_as_losses_ask(
+    name: str, num_ahead: Callable[[], int]
+) -> None:
+    options, uses, number = ROWS[name]
+    assert_as_eager(Potential(**options), uses)
+    assert number in (None, num_ahead())
 
 
 SWEPT = [pytest.param(use, marks=pytest.mark.sweep) for use in (dynamics, energies, alone)]
@@ -240,23 +255,6 @@ def test_forward_and_backward_get_kernels_where_a_loss_needs_them(
     # The first ends the habit, by a program that has forces as well, or by its backward.
     ended = {forces: 1, dynamics: num_both}.get(habit, 0)
     assert sum(asked) == first + (0 if is_made else num_both) + ended
-
-
-def test_dynamics_computes_forces_alone_with_the_energy(num_ahead: Callable[[], int]) -> None:
-    assert_as_eager(Potential("each"), [dynamics] * 4 + [energies])
-    assert num_ahead() == 3
-
-
-@pytest.mark.sweep
-def test_forces_of_what_draws_are_computed_ahead_with_the_draws_of_eager() -> None:
-    uses = [forces] * 5 + [energies, parameters, forces]
-    assert_as_eager(Potential(dropout=0.5).train(), uses)
-
-
-@pytest.mark.sweep
-def test_a_forward_whose_gradients_nobody_asks_for_computes_none_in_the_end(num_ahead: Any) -> None:
-    assert_as_eager(Potential(), [forces] * 2 + [alone] * 12)
-    assert num_ahead() == 9
 
 
 @pytest.mark.parametrize("result", ["both", "mean"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_close, assert_equals_eager, assert_same_gradients
-from models import MarkedBlock, block, example
+from models import Made, MarkedBlock, block, example
 from torch import Tensor, nn
 
 import lazyinline
@@ -220,24 +220,18 @@ def test_a_forward_that_offloads_what_it_saves_is_stepped_as_it_changes_nothing(
     assert_equals_eager(hooking(offloads), (example(grad=False),), door="step")
 
 
-class Branching(nn.Module):
-    """Uses another parameter in each mode."""
-
-    mode = "one"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.one, self.other = (nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return getattr(self, self.mode)(self.shared(x)).square().mean()
+def branching() -> Any:
+    """Returns a model that uses another parameter in each mode."""
+    run = lambda self, x: getattr(self, self.mode)(self.shared(x)).square().mean()  # noqa: E731
+    layers = {name: nn.Linear(3, 3) for name in ("shared", "one", "other")}
+    return Made(run, mode="one", **layers)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.sweep(keep="eager")
 def test_a_gradient_of_another_variant_is_taken_back(backend: str, hooked: bool) -> None:
-    net = Branching()
+    net = branching()
     expected = copy.deepcopy(net)
     if hooked:
         for model in (net, expected):
@@ -256,7 +250,7 @@ def test_a_gradient_of_another_variant_is_taken_back(backend: str, hooked: bool)
 
 
 def test_a_gradient_that_is_the_users_own_stays() -> None:
-    net, x = Branching(), torch.randn(2, 3)
+    net, x = branching(), torch.randn(2, 3)
     step = lazyinline.compile_step(net, backend="eager")
     step(x)
     own = torch.ones(3, 3)

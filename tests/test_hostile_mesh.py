@@ -3,6 +3,7 @@
 Here this process is one rank of a group whose collectives move nothing.
 """
 
+import contextlib
 import pathlib
 import re
 from typing import Any
@@ -34,19 +35,44 @@ def meshed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def test_a_file_of_a_mesh_is_opened_by_as_many_ranks_as_it_has(
-    meshed: bytes, tmp_path: pathlib.Path
-) -> None:
-    path = tmp_path / "mesh.lz"
-    said = "is a step over a mesh (fsdp 2), and torch.distributed has {} rank(s) here"
-    assert said.format(0) in opened(meshed, path)
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of two stages, each over two ranks."""
+    path, mesh = tmp_path_factory.mktemp("staged") / "stages.lz", {"pipeline": 2, "tensor": 2}
+    stages = lazyinline.parallelize(tiny(2), tokens(rows=8), plan=MEGATRON, mesh=mesh, **OPTIONS)
+    lazyinline.save(stages, path)
+    return path.read_bytes()
 
-    with one_of_many(3, 2):
-        assert said.format(3) in opened(meshed, path)
-    with one_of_many(2):
-        assert not opened(meshed, path)
-        with pytest.raises(lazyinline.FileError, match="a state_dict has whole tensors"):
-            lazyinline.load(path, state_dict={})
+
+# The mesh of each file, how many ranks it has, and those that open it here.
+MESHES = {"meshed": ("fsdp 2", 2, (0,)), "staged": ("pipeline 2 tensor 2", 4, (0, 3))}
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_file_is_opened_by_as_many_ranks_as_its_mesh_has(
+    kind: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
+) -> None:
+    content, path = request.getfixturevalue(kind), tmp_path / "mesh.lz"
+    mesh, world, ranks = MESHES[kind]
+    for number in {0, 2, 3} - {world}:
+        with one_of_many(number, number - 1) if number else contextlib.nullcontext():
+            said = f"over a mesh ({mesh}), and torch.distributed has {number} rank(s) here"
+            assert said in opened(content, path)
+    for rank in ranks:
+        with one_of_many(world, rank):
+            assert not opened(content, path)
+            with pytest.raises(lazyinline.FileError, match="a state_dict has whole tensors"):
+                lazyinline.load(path, state_dict={})
+
+
+def changed(content: bytes, part: str, *pairs: tuple[str, str]) -> bytes:
+    """Returns a file in one part of which some texts are others, under right digests."""
+    parts = parts_in(content)
+    text = parts[part].decode()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    return written(parts | {part: text.encode()})
 
 
 MODEL, STEP = "model.json", "ranks/0/programs/0/step.txt"
@@ -62,138 +88,95 @@ LAYOUTS = {  # in place of S0
 }
 
 
+# What is changed in a part of a file, and what one rank says of it.
+OF_MESH = [
+    (MODEL, '["fsdp",2]', '["data",2]', "runs over 'fsdp', and the mesh has data"),
+    (MODEL, '["fsdp",2]', '["fsdp",4]', NO_MESH),
+    (MODEL, '["fsdp",2]', '["fsdp",1048575],["tp",1048575]', NO_MESH),  # too many to be listed
+    (MODEL, '["fsdp",2]', '["",2]', NO_MESH),
+    (MODEL, "],[0,1],{", "],[1,1],{", NO_MESH),
+    *(
+        (MODEL, 'embed.weight":"S0"', f'embed.weight":"{new}"', said)
+        for new, said in LAYOUTS.items()
+    ),
+    (MODEL, ',["S0","S0"],', ',["S0"],', "nothing says how"),
+    (MODEL, ',["S0","S0"],', ',["S0","R"],', "a step takes or gives other types"),
+    (MODEL, '"batching":[2', '"batching":[1', "is of another type than programs take"),
+    (MODEL, '"batching":[2', '"batching":[-1', "there must be at least one"),
+    (MODEL, '"batching":[2', '"batching":[99999999', "a number of micro-batches"),
+    (STEP, "'fsdp'", "'tensor'", "runs over 'tensor', and the mesh has fsdp"),
+    (STEP, "'sum', 'fsdp'", "'xor', 'fsdp'", "which has 2 ranks, is told ['xor']"),
+    (STEP, GATHER, GATHER.replace("2", "3"), "the operator gives"),
+    (STEP, "lazyinline.wait.default(%a0, %a1)", "aten.clone.default(%a0)", "never waits"),
+    (STEP, GATHER, "aten.cat.default([%a0, %a0])", "waits for a tensor that no"),
+]
+FORWARD = "ranks/0/programs/0/stages/0/forward.txt"
+AXES = '["pipeline",2],["tensor",2]'
+OF_STAGES = [
+    (0, MODEL, '["pipeline",2]', '["data",2]', NO_MESH),
+    (0, MODEL, '["tensor",2]', '["pp",2]', NO_MESH),
+    (0, MODEL, AXES, '["pipeline",1],["tensor",4]', "and its mesh is another"),
+    (0, MODEL, "[2,2,2,2]", "[2,2,2,1]", "of 2 rank(s) in 1 replica(s), and"),
+    (0, MODEL, '0.gate.weight":"S0"', '0.gate.weight":"R"', "is of another type"),
+    (2, MODEL, '1.gate.weight":"S0"', '1.gate.weight":"S1"', "is of another type"),
+    (0, FORWARD, "'tensor'", "'fsdp'", "runs over 'fsdp', and the mesh has tensor"),
+    (0, FORWARD, "lazyinline.wait.default(%a0)", "aten.clone.default(%a0)", "never waits"),
+    (0, FORWARD, "return %v_17, %v_18", "return %a7, %v_18", "the header has other result"),
+    (0, FORWARD, "%a2: f64[16]", "%a2: f64[17]", "cannot be given this"),
+]
+
+
 @pytest.mark.parametrize(
-    ("part", "old", "new", "said"),
-    [
-        (MODEL, '["fsdp",2]', '["data",2]', "runs over 'fsdp', and the mesh has data"),
-        (MODEL, '["fsdp",2]', '["fsdp",4]', NO_MESH),
-        (MODEL, '["fsdp",2]', '["fsdp",1048575],["tp",1048575]', NO_MESH),  # too many to be listed
-        (MODEL, '["fsdp",2]', '["",2]', NO_MESH),
-        (MODEL, "],[0,1],{", "],[1,1],{", NO_MESH),
-        *(
-            (MODEL, 'embed.weight":"S0"', f'embed.weight":"{new}"', said)
-            for new, said in LAYOUTS.items()
-        ),
-        (MODEL, ',["S0","S0"],', ',["S0"],', "nothing says how"),
-        (MODEL, ',["S0","S0"],', ',["S0","R"],', "a step takes or gives other types"),
-        (MODEL, '"batching":[2', '"batching":[1', "is of another type than programs take"),
-        (MODEL, '"batching":[2', '"batching":[-1', "there must be at least one"),
-        (MODEL, '"batching":[2', '"batching":[99999999', "a number of micro-batches"),
-        (STEP, "'fsdp'", "'tensor'", "runs over 'tensor', and the mesh has fsdp"),
-        (STEP, "'sum', 'fsdp'", "'xor', 'fsdp'", "which has 2 ranks, is told ['xor']"),
-        (STEP, GATHER, GATHER.replace("2", "3"), "the operator gives"),
-        (STEP, "lazyinline.wait.default(%a0, %a1)", "aten.clone.default(%a0)", "never waits"),
-        (STEP, GATHER, "aten.cat.default([%a0, %a0])", "waits for a tensor that no"),
-    ],
+    ("kind", "rank", "part", "old", "new", "said"),
+    [*(("meshed", 0, *row) for row in OF_MESH), *(("staged", *row) for row in OF_STAGES)],
 )
 def test_layouts_and_collectives_that_cannot_be_are_refused(
-    part: str, old: str, new: str, said: str, meshed: bytes, tmp_path: pathlib.Path
+    kind: str,
+    rank: int,
+    part: str,
+    old: str,
+    new: str,
+    said: str,
+    caplog: Any,
+    request: pytest.FixtureRequest,
+    tmp_path: pathlib.Path,
 ) -> None:
-    parts = parts_in(meshed)
-    text = parts[part].decode()
-    assert old in text
-    parts[part] = text.replace(old, new).encode()
-    with one_of_many(2):
-        assert said in opened(written(parts), tmp_path / "mesh.lz")
+    content = changed(request.getfixturevalue(kind), part, (old, new))
+    with one_of_many(MESHES[kind][1], rank):
+        assert said in opened(content, tmp_path / "mesh.lz")
+    assert not caplog.records  # PyTorch logs no traceback of an operator that was tried
 
 
 def test_a_collective_is_refused_where_there_is_no_mesh(
     sound: bytes, meshed: bytes, tmp_path: pathlib.Path
 ) -> None:
-    parts = parts_in(sound)  # that of a mesh has them known to this process
-    name = next(n for n in parts if n.endswith("forward.txt"))
-    text = parts[name].decode()
-    parts[name] = text.replace("= tanh(", "= lazyinline.wait.default(").encode()
-    assert parts[name].decode() != text
-    assert "calls lazyinline.wait" in opened(written(parts), tmp_path / "model.lz")
+    # That of a mesh has them known to this process.
+    name = next(n for n in parts_in(sound) if n.endswith("forward.txt"))
+    content = changed(sound, name, ("= tanh(", "= lazyinline.wait.default("))
+    assert "calls lazyinline.wait" in opened(content, tmp_path / "model.lz")
 
 
 def test_ranks_whose_collectives_would_not_meet_are_refused(
     meshed: bytes, tmp_path: pathlib.Path
 ) -> None:
     """One rank has a sum more than the other, and would wait for it for ever."""
-    parts = parts_in(meshed)
     name = "ranks/1/programs/0/step.txt"
-    text = parts[name].decode()
+    text = parts_in(meshed)[name].decode()
     start = re.search(r"  (%\w+) = call @all_reduce_default\(%\w+\)\n", text)
     assert start
     wait = re.search(rf"  (%\w+) = call @(wait_default\w*)\({start[1]}\)\n", text)
     assert wait
     more = f"  %more = call @all_reduce_default({wait[1]})\n  %most = call @{wait[2]}(%more)\n"
-    parts[name] = text.replace(wait[0], wait[0] + more).encode()
+    content = changed(meshed, name, (wait[0], wait[0] + more))
 
     def refuse(rank: int) -> str:
         own = tmp_path / str(rank)
         own.mkdir()
-        return opened(written(parts), own / "mesh.lz").replace(str(own), "")
+        return opened(content, own / "mesh.lz").replace(str(own), "")
 
     said = run_in_threads(2, refuse)
     assert said[0] == said[1]
     assert "would not meet" in said[0]
-
-
-# ---- stages over a mesh --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file of two stages, each over two ranks."""
-    path, mesh = tmp_path_factory.mktemp("staged") / "stages.lz", {"pipeline": 2, "tensor": 2}
-    stages = lazyinline.parallelize(tiny(2), tokens(rows=8), plan=MEGATRON, mesh=mesh, **OPTIONS)
-    lazyinline.save(stages, path)
-    return path.read_bytes()
-
-
-def test_a_file_of_stages_over_a_mesh_is_opened_by_as_many_ranks(
-    staged: bytes, tmp_path: pathlib.Path
-) -> None:
-    path = tmp_path / "stages.lz"
-    said = "is a step over a mesh (pipeline 2 tensor 2), and torch.distributed has 2"
-    with one_of_many(2):
-        assert said in opened(staged, path)
-    for rank in (0, 3):
-        with one_of_many(4, rank):
-            assert not opened(staged, path)
-            with pytest.raises(lazyinline.FileError, match="a state_dict has whole tensors"):
-                lazyinline.load(path, state_dict={})
-
-
-FORWARD = "ranks/0/programs/0/stages/0/forward.txt"
-AXES = '["pipeline",2],["tensor",2]'
-
-
-@pytest.mark.parametrize(
-    ("rank", "part", "old", "new", "said"),
-    [
-        (0, "model.json", '["pipeline",2]', '["data",2]', "no mesh of such dimensions and ranks"),
-        (0, "model.json", '["tensor",2]', '["pp",2]', "no mesh of such dimensions and ranks"),
-        (0, "model.json", AXES, '["pipeline",1],["tensor",4]', "and its mesh is another"),
-        (0, "model.json", "[2,2,2,2]", "[2,2,2,1]", "of 2 rank(s) in 1 replica(s), and"),
-        (0, "model.json", '0.gate.weight":"S0"', '0.gate.weight":"R"', "is of another type"),
-        (2, "model.json", '1.gate.weight":"S0"', '1.gate.weight":"S1"', "is of another type"),
-        (0, FORWARD, "'tensor'", "'fsdp'", "runs over 'fsdp', and the mesh has tensor"),
-        (0, FORWARD, "lazyinline.wait.default(%a0)", "aten.clone.default(%a0)", "never waits"),
-        (0, FORWARD, "return %v_17, %v_18", "return %a7, %v_18", "the header has other result"),
-        (0, FORWARD, "%a2: f64[16]", "%a2: f64[17]", "cannot be given this"),
-    ],
-)
-def test_stages_over_a_mesh_that_cannot_be_are_refused(
-    rank: int,
-    part: str,
-    old: str,
-    new: str,
-    said: str,
-    staged: bytes,
-    tmp_path: pathlib.Path,
-    caplog: Any,
-) -> None:
-    parts = parts_in(staged)
-    text = parts[part].decode()
-    assert old in text
-    parts[part] = text.replace(old, new).encode()
-    with one_of_many(4, rank):
-        assert said in opened(written(parts), tmp_path / "stages.lz")
-    assert not caplog.records  # PyTorch logs no traceback of an operator that was tried
 
 
 FLAT = """aten closure @flat(%a0: f64[4,8,16]) -> (f64[32,16]) {
@@ -214,27 +197,22 @@ WHOLE = """aten closure @whole(%a0: f64[32,16]) -> (f64[4,8,16]) {
 def test_a_stage_that_sends_what_the_next_one_does_not_take_is_refused(
     rank: int, staged: bytes, tmp_path: pathlib.Path
 ) -> None:
-    parts = parts_in(staged)
-    changes = {
-        FORWARD: [
-            ("program @main", FLAT + "program @main"),
-            (") -> (f64[4,8,16], $struct0) {  // 72", ") -> (f64[32,16], $struct0) {  // 72"),
-            ("  return %v_17, %v_18", "  %sent = call @flat(%v_17)\n  return %sent, %v_18"),
-        ],
-        FORWARD.replace("forward", "backward"): [
-            ("program @main", WHOLE + "program @main"),
-            ("%a11: f64[4,8,16]) -> (f64[32,16]", "%given: f64[32,16]) -> (f64[32,16]"),
-            ("  %v_17, %v_18, %v_19,", "  %a11 = call @whole(%given)\n  %v_17, %v_18, %v_19,"),
-        ],
-    }
-    for name, pairs in changes.items():
-        text = parts[name].decode()
-        for old, new in pairs:
-            assert text.count(old) == 1
-            text = text.replace(old, new)
-        parts[name] = text.encode()
+    content = changed(
+        staged,
+        FORWARD,
+        ("program @main", FLAT + "program @main"),
+        (") -> (f64[4,8,16], $struct0) {  // 72", ") -> (f64[32,16], $struct0) {  // 72"),
+        ("  return %v_17, %v_18", "  %sent = call @flat(%v_17)\n  return %sent, %v_18"),
+    )
+    content = changed(
+        content,
+        FORWARD.replace("forward", "backward"),
+        ("program @main", WHOLE + "program @main"),
+        ("%a11: f64[4,8,16]) -> (f64[32,16]", "%given: f64[32,16]) -> (f64[32,16]"),
+        ("  %v_17, %v_18, %v_19,", "  %a11 = call @whole(%given)\n  %v_17, %v_18, %v_19,"),
+    )
     with one_of_many(4, rank):
-        said = opened(written(parts), tmp_path / "stages.lz")
+        said = opened(content, tmp_path / "stages.lz")
     assert "stage 0 sends other types than the next one takes" in said
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close, twin
+from comparing import assert_close, assert_equals_eager
 from decoders import llama
-from torch import nn
+from torch import Tensor, nn
 from values import HELPERS
 from ways import HOLDING
 from worlds import World, assert_as_eager
@@ -317,17 +317,15 @@ def test_a_parameter_held_twice_is_read_where_eager_reads_it(holder: str, exchan
 @pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
 @pytest.mark.sweep(keep="eager")
 def test_functional_call_with_other_parameters(backend: str, in_place: bool) -> None:
-    compiled, model = build(backend)
-    if in_place:
-        compiled = lazyinline.compile(twin(model), backend=backend, in_place=True)  # type: ignore[call-overload]
-    compiled(IDS)
-    other = {n: torch.randn_like(p).requires_grad_() for n, p in model.named_parameters()}
-    found = []
-    for run in (compiled, model):
-        out = torch.func.functional_call(run, other, (IDS,))
-        found.append((out, *torch.autograd.grad(out.square().mean(), list(other.values()))))
-    assert_close(*found)
-    assert_close(compiled(IDS), model(IDS))
+    def use(run: nn.Module, ids: Tensor) -> list[Tensor]:
+        before = run(ids)
+        other = {n: torch.randn_like(p).requires_grad_() for n, p in run.named_parameters()}
+        out = torch.func.functional_call(run, other, (ids,))
+        slopes = torch.autograd.grad(out.square().mean(), list(other.values()))
+        return [before, out.detach(), *slopes, run(ids)]
+
+    door: Any = "in place" if in_place else "compile"
+    assert_equals_eager(build()[1], (IDS,), calls=1, door=door, backend=backend, use=use)
 
 
 def test_what_the_model_never_reads_makes_no_compile(compiles: list[CompileReport]) -> None:

@@ -231,11 +231,6 @@ def test_public_names_are_defined_and_documented() -> None:
     assert not [name for name, text in texts.items() if text.startswith(f"{name}(")]
 
 
-def test_errors_share_one_base() -> None:
-    errors = [getattr(lazyinline, name) for name in PUBLIC if name.endswith("Error")]
-    assert all(issubclass(error, lazyinline.LazyInlineError) for error in errors)
-
-
 def test_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+([a-z]+\d+)?", lazyinline.__version__)
 
