@@ -351,9 +351,7 @@ def test_kernels_of_another_machine_are_made_again_unless_they_are_trusted(
         loaded = lazyinline.load(path, trust=trust)
         with torch.no_grad():
             assert torch.equal(loaded(x), expected)
-        report = loaded.last_report
-        assert report is not None
-        made[trust] = report.cache.num_made
+        made[trust] = loaded.last_report.cache.num_made  # type: ignore[union-attr]
     assert made[True] < made[False]
 
 
