@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class Differentiator:
         self._activity: dict[tuple[ir.Closure, tuple[bool, ...]], tuple[bool, ...]] = {}
         self._adders: dict[tuple[TensorType, TensorType], ir.Leaf] = {}
         self._copiers: dict[tuple[TensorType, TensorType], ir.Leaf] = {}
+        self._rerunner = Rerunner()
 
     def vjp(
         self, closure: ir.Closure, inputs: Sequence[int], outputs: Sequence[int]
@@ -174,10 +175,6 @@ class Differentiator:
         return pair
 
     # ---- programs ------------------------------------------------------------------------
-
-    @cached_property
-    def _rerunner(self) -> Rerunner:
-        return Rerunner()
 
     def _called_again(self, request: Request) -> Derivative | None:
         """Returns the derivative whose backward first recomputes the forward."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -323,9 +323,9 @@ class JointTrace:
         rules = rules_beneath_autograd() if gradients == "final" else rules_above_autograd()
         decompositions = {**decompositions, **rules}
         self._gradients: Gradients = gradients
+        self._is_differentiated = gradients == "differentiated"
         self.grad_inputs: tuple[int, ...] = ()
         self.tangent_outputs: tuple[int, ...] = ()
-        self.num_outputs = 0
         self.graph_module = module
         self._forward: set[str] = set()
         self._module = module
@@ -365,7 +365,8 @@ class JointTrace:
         self.tangent_outputs = tuple(types)
         with (
             mode,
-            self._attention(),
+            # Fused kernels have no second derivative.
+            sdpa_kernel(SDPBackend.MATH) if self._is_differentiated else nullcontext(),
             sizes_kept_open(mode),
             torch.enable_grad(),
             _changes_of_saved_values_refused(self._module),
@@ -380,14 +381,6 @@ class JointTrace:
             self.graph_module = of_pure_memory(
                 joint, inputs, decompositions, sizes, names, gradients=self._gradients
             )
-
-    def _attention(self) -> AbstractContextManager[Any]:
-        """Decomposes attention if its gradient is differentiated: fused kernels cannot do that."""
-        return sdpa_kernel(SDPBackend.MATH) if self._is_differentiated else nullcontext()
-
-    @property
-    def _is_differentiated(self) -> bool:
-        return self._gradients == "differentiated"
 
     def _joint(
         self, types: Mapping[int, TensorType], primals: list[Tensor], tangents: list[Tensor]

@@ -172,11 +172,7 @@ class _Estimate:
                 readers.append(user)
                 if _viewed(user) is not None:
                     todo.append(user)
-        return all(
-            r.op == "call_function"
-            and (_viewed(r) is not None or _is_pointwise(r) or _is_reduction(r))
-            for r in readers
-        )
+        return all(r.op == "call_function" and _has_own_kernel(r) for r in readers)
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -193,8 +189,10 @@ def _is_pointwise(node: torch.fx.Node) -> bool:
     return is_elementwise(node) or str(node.target).startswith(("aten.cat", "aten.full"))
 
 
-def _is_reduction(node: torch.fx.Node) -> bool:
-    return str(node.target).removeprefix("aten.").split(".")[0] in _REDUCTIONS
+def _has_own_kernel(node: torch.fx.Node) -> bool:
+    """Whether Inductor makes an operator's kernel: a view, an elementwise one, a reduction."""
+    is_reduction = str(node.target).removeprefix("aten.").split(".")[0] in _REDUCTIONS
+    return is_reduction or _viewed(node) is not None or _is_pointwise(node)
 
 
 def _cannot_run(*args: object) -> NoReturn:

@@ -23,7 +23,8 @@ from torch import nn
 from ...autodiff.forward_mode.jets import Series
 from ...reuse.errors import PlanError, door
 from ..tracing.gradients import Function, gradients, renamed
-from .transforms import TaylorMode, compiled, may_follow, mode_taken, taylor
+from ..tracing.torch_tracing import follower
+from .transforms import TaylorMode, compiled, mode_taken, taylor
 
 
 @door
@@ -118,7 +119,8 @@ def _sum_of_partials(
     series = Series(order, len(factors), collapsed=is_sum)
     with torch.enable_grad():
         # Made before the function runs, so that a capture computes values and series together.
-        lines = _everywhere([*weights], points) if may_follow(mode) else points
+        is_captured = follower() is not None  # which a series needs
+        lines = _everywhere([*weights], points) if is_captured and mode != "reverse" else points
         (given,), _ = renamed((points,))
         result = _result_of(func, given)
         num_columns = math.prod(result.shape[given.dim() - 1 :])

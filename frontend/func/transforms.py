@@ -62,11 +62,6 @@ def mode_taken(
     return watcher.open_mode(what, taken, f"{few} passes against {many}")
 
 
-def may_follow(mode: Mode) -> bool:
-    """Returns whether a derivative may be taken along directions, which needs a capture."""
-    return mode != "reverse" and follower() is not None
-
-
 def taylor(result: Tensor, points: Tensor, directions: Tensor, series: Series) -> Tensor:
     """Returns the highest derivatives of a result along directions ``[K, *points.shape]``.
 
