@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -37,9 +37,7 @@ from .flows import Draws, inlined, needed_calls
 from .traces.torch_interpreters import DIFFERENTIABLE
 
 Order: TypeAlias = Literal["forward_first", "one_by_one"]
-ORDERS: tuple[Order, ...] = get_args(Order)
 Sums: TypeAlias = Literal["as_gradients", "float32"]
-SUMS: tuple[Sums, ...] = get_args(Sums)
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..autodiff.training_program import ORDERS, SUMS, Order, Sums
+from ..autodiff.training_program import Order, Sums
 from ..backend.kernels.lower import BackendName, backend_named
 from ..recompute.planner import POLICIES, Policy, check_policy
 from ..reuse import torch_pytree
-from ..reuse.errors import LazyInlineError, PipelineError, PlanError, ReuseError
+from ..reuse.errors import LazyInlineError, PipelineError, PlanError, ReuseError, check_choice
 from ..reuse.torch_names import is_lazy
-from .capture.blocks import REUSE_CHOICES, Reuse
+from .capture.blocks import Reuse
 from .refusals import refuse_containers
 from .tracing.torch_state import why_no_memory, why_watched
 
 Boundaries = Literal["kept", "fused"]
-BOUNDARY_CHOICES: tuple[str, ...] = get_args(Boundaries)
-
 Fallback = Literal["eager", "error"]
-FALLBACK_CHOICES: tuple[str, ...] = get_args(Fallback)
 
 
 @dataclass(frozen=True)
@@ -47,15 +44,10 @@ class Options:
     """``"fused"`` lets kernels fuse from the end of a block into the start of the next."""
 
     def __post_init__(self) -> None:
-        if self.fallback not in FALLBACK_CHOICES:
-            raise PlanError(f"fallback={self.fallback!r} is unknown; there are {FALLBACK_CHOICES}.")
-        if self.boundaries not in BOUNDARY_CHOICES:
-            raise PlanError(
-                f"boundaries={self.boundaries!r} is unknown; there are {BOUNDARY_CHOICES}."
-            )
+        check_choice(PlanError, Fallback, fallback=self.fallback)
+        check_choice(PlanError, Boundaries, boundaries=self.boundaries)
         check_policy(self.recompute)
-        if self.reuse not in REUSE_CHOICES:
-            raise ReuseError(f"reuse={self.reuse!r} is unknown; there are {REUSE_CHOICES}.")
+        check_choice(ReuseError, Reuse, reuse=self.reuse)
         backend_named(self.backend, self.target)
         if self.recompute in POLICIES and self.boundaries == "fused":
             raise PlanError(
@@ -79,10 +71,8 @@ class Batching:
 
     def __post_init__(self) -> None:
         check_count(self.micro_batches)
-        if self.order not in ORDERS:
-            raise PlanError(f"order={self.order!r} is unknown; there are {ORDERS}.")
-        if self.sums not in SUMS:
-            raise PlanError(f"sums={self.sums!r} is unknown; there are {SUMS}.")
+        check_choice(PlanError, Order, order=self.order)
+        check_choice(PlanError, Sums, sums=self.sums)
 
     @property
     def loss_bytes(self) -> int:

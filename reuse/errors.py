@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 
 class LazyInlineError(Exception):
@@ -94,6 +94,13 @@ INSTEAD: Mapping[str, str] = {
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Error = TypeVar("Error", bound=BaseException)
+
+
+def check_choice(error: type[LazyInlineError], choices: Any, **given: object) -> None:
+    """Raises an error for an option, given by its name, that is none of a ``Literal``'s choices."""
+    for name, value in given.items():
+        if value not in get_args(choices):
+            raise error(f"{name}={value!r} is unknown; there are {get_args(choices)}.")
 
 
 def is_debugging() -> bool:

@@ -299,7 +299,7 @@ def test_the_parser_offers_what_the_compiler_takes() -> None:
     assert isinstance(parsers, dict) and set(COMMANDS) | {"completion"} == set(parsers)
     taken = {
         "backend": get_args(lower.BackendName),
-        "reuse": blocks.REUSE_CHOICES,
+        "reuse": get_args(blocks.Reuse),
         "recompute": policy.POLICIES,
         "way": get_args(inspection.Way),
         "against": get_args(measure.Against),

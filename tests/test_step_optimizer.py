@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import PlanError
-from lazyinline.autodiff.training_program import ORDERS, NotUpdatedError, Updates
+from lazyinline.autodiff.training_program import NotUpdatedError, Order, Updates
 from lazyinline.backend.link.link import FlatProgram, Launch, check_flat
 from lazyinline.frontend.passes import programs
 from lazyinline.frontend.torch_optimizer import StepOptimizer
@@ -94,7 +94,7 @@ def test_steps_by_a_schedule_of_two_groups_have_the_bits_of_fused(kind: str, bac
     assert model is small or step.stats.peak_bytes < apart.stats.peak_bytes
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", get_args(Order))
 @pytest.mark.sweep(keep="one_by_one")
 def test_micro_batches_are_added_up_before_an_update(order: Any) -> None:
     model, args = decoder(micro_batches=3)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -21,7 +21,6 @@ from .regions import Region, regions_inside
 
 Reuse: TypeAlias = Literal["auto", "marked", "off"]
 """The modules that may share closures: marked and repeated ones, marked ones only, or none."""
-REUSE_CHOICES: tuple[Reuse, ...] = get_args(Reuse)
 
 # A module without sub-modules (a norm, an activation) is usually fused with its neighbours, which
 # a closure of its own prevents.

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from torch import nn
 
@@ -31,7 +31,7 @@ from ...pipeline_parallel.actions import (
 from ...pipeline_parallel.cut import Colors, Stage
 from ...pipeline_parallel.plan import PipelinePlan, RankOrder
 from ...pipeline_parallel.stage_derivative import StageDerivative
-from ...reuse.errors import PipelineError
+from ...reuse.errors import PipelineError, check_choice
 from ...reuse.ir.costs import OperatorCosts, ProgramCosts, Rates
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
@@ -43,7 +43,6 @@ from .link import devices_of, launches
 from .state import Compilation, Goal, OnMesh, Subject
 
 Split: TypeAlias = Literal["auto", "even", "marked"]
-SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ class Splitting:
     memory_bytes_per_rank: int | None = None
 
     def __post_init__(self) -> None:
-        if self.split not in SPLITS:
-            raise PipelineError(f"split={self.split!r} is unknown; there are {SPLITS}.")
+        check_choice(PipelineError, Split, split=self.split)
 
 
 def colors_of(

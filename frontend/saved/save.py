@@ -7,7 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from ...backend.cache import NotCacheableError, encode_value
 from ...backend.files.container import Content, pieces_of, to_json, write_parts
 from ...backend.files.torch_store import open_cache, whole_file
 from ...recompute.planner import Budget
-from ...reuse.errors import FileError, door
+from ...reuse.errors import FileError, check_choice, door
 from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.types import TensorType
 from ..dispatch.dispatcher import dispatcher_of
@@ -86,8 +86,7 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
         ...     compiled(ids)
         >>> lazyinline.save(compiled, "model.lz")
     """
-    if weights not in get_args(Weights):
-        raise FileError(f"weights={weights!r} is unknown; there are {get_args(Weights)}.")
+    check_choice(FileError, Weights, weights=weights)
     if isinstance(compiled, Pipeline | ParallelStep | Elsewhere):
         kept = compiled.kept
         make = partial(_parts_of_ranks, kept, weights)

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from ...reuse import torch_pytree
-from ...reuse.errors import LazyInlineError, PlanError
+from ...reuse.errors import LazyInlineError, PlanError, check_choice
 from ...reuse.ir.program import Program, UserInput
 from ...reuse.torch_names import memory_id
 from ..capture.capture import Subject, capture_model
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 MAX_SYMBOLIC = 8
 """The most symbolic programs for calls that differ in sizes only; then a shape gets numbers."""
-DYNAMIC_CHOICES = (None, True, False)
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ class ShapeCache:
     def __init__(
         self, model: nn.Module, options: Options, dynamic: bool | None, names: Names = ()
     ) -> None:
-        if dynamic not in DYNAMIC_CHOICES:
-            raise PlanError(f"dynamic={dynamic!r} is unknown; there are {DYNAMIC_CHOICES}.")
+        check_choice(PlanError, Literal[None, True, False], dynamic=dynamic)
         self._model = model
         # The cache on disk does not record guards on sizes.
         self._options = replace(options, cache="off")
