@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.fx
 from contracts import contract, fake_mode, resolve
+from models import Made
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -63,15 +64,8 @@ def test_dynamo_hands_over_the_tensors_themselves_and_notes_on_them_begin_with_i
 
 
 def test_operators_say_in_which_modules_they_were_called() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Sequential(nn.GELU()), nn.ReLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x))
-
-    module = graph_of(Model(), torch.ones(2))
+    parts = {"first": nn.Sequential(nn.GELU()), "second": nn.ReLU()}
+    module = graph_of(Made(lambda self, x: self.second(self.first(x)), **parts), torch.ones(2))
     stacks = [list(n.meta["nn_module_stack"].values()) for n in operators_in(module)]
     paths = [[path for path, _ in stack] for stack in stacks]
     assert paths == [["L['self'].first", "L['self'].first.0"], ["L['self'].second"]]
@@ -128,15 +122,14 @@ def test_dynamo_writes_a_checkpoint_as_an_operator_on_a_graph() -> None:
     "torch._higher_order_ops.wrap: wrap_with_set_grad_enabled wrap_with_autocast", "._codegen"
 )
 def test_an_export_writes_modes_as_operators_on_graphs_and_notes_modules() -> None:
-    class Modes(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                y = x + 1
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return x @ y
+    def modes(_: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x + 1
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x @ y
 
     x = torch.ones(2, 2)
-    module = torch.export.export(torch.nn.Sequential(Modes()), (x,)).module()
+    module = torch.export.export(torch.nn.Sequential(Made(modes)), (x,)).module()
     wrap = torch._higher_order_ops.wrap
     operators = {wrap.wrap_with_set_grad_enabled: 1, wrap.wrap_with_autocast: 4}
     for target, place in operators.items():

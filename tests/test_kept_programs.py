@@ -76,9 +76,9 @@ def test_layouts_are_compared_exactly_whatever_the_callers_modes() -> None:
     assert layouts.same(tensors)
     for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
         with mode:
-            assert layouts.same(tensors)
-            assert TensorLayouts(tensors).same(tensors)
-            assert not layouts.same([tensors[0].detach(), tensors[1]])
+            for one in (layouts, TensorLayouts(tensors)):
+                assert one.same(tensors)
+                assert not one.same([tensors[0].detach(), tensors[1]])
     tensors[0].requires_grad_(False)
     assert not layouts.same(tensors)
     with torch.no_grad():

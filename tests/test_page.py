@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import models
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,18 +55,15 @@ class Own(nn.Module):
         return x + found if self.sign > 0 else x - found
 
 
-class Stack(nn.Module):
+class Stack(models.Stack):
     """Equal layers, but for the last."""
 
     def __init__(self, count: int = 4) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([*(Own(1) for _ in range(count - 1)), Own(-1)])
+        super().__init__(*(Own(1) for _ in range(count - 1)), Own(-1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
+        return super().forward(x).sum()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

@@ -213,22 +213,10 @@ def test_the_proof_finds_a_clash(monkeypatch: MonkeyPatch) -> None:
         assert_no_clash(planned)
 
 
-def planned_random(seed: int) -> tuple[Program, PlannedProgram]:
-    program = random_program(seed, structs=False)
-    return program, plan([link(program)], model_inputs=[], num_results=[len(program.outputs)])
-
-
-def test_lease_returns_when_a_forward_is_dropped() -> None:
-    _, planned = planned_random(3)
-    lease = planned.lease([])
-    address = lease.arena.data_ptr()
-    del lease
-    assert planned.lease([]).arena.data_ptr() == address
-
-
 def test_a_forward_that_is_dropped_while_another_takes_an_arena_blocks_nobody() -> None:
     """Python may collect garbage, and so a flight, at any allocation: under the lock too."""
-    _, planned = planned_random(3)
+    program = random_program(3, structs=False)
+    planned = plan([link(program)], model_inputs=[], num_results=[len(program.outputs)])
     lease = planned.lease([])
 
     def work(number: int) -> None:
@@ -236,17 +224,3 @@ def test_a_forward_that_is_dropped_while_another_takes_an_arena_blocks_nobody() 
             lease.release()
 
     in_threads(work, 1)  # fails if it hangs
-
-
-def test_threads_get_arenas_of_their_own() -> None:
-    program, planned = planned_random(5)
-    args = random_arguments(program, 5)
-    expected = interpret(program, args)
-    runtime = Runtime(planned, len(program.outputs), 0)
-
-    def work(number: int) -> None:
-        for _ in range(50):
-            results, _ = runtime.forward(list(args))
-            assert_same(results, expected, f"thread {number}")
-
-    in_threads(work, 4)
