@@ -3,8 +3,8 @@
 These reads also decide which blocks share. A fact is a place (a dictionary and a name, a slot, a
 variable captured by a function) and the object found there; a snapshot records what the object
 held. A model of a hundred modules has a thousand facts, so they are compared together
-(`IdentityChecks`): by the native library, in some ten nanoseconds each, or else by a loop. Every
-call compares them all. To be notified of changes instead (``PyDict_Watch``)
+(`IdentityChecks`): by the native library, in some ten nanoseconds each, or else by loops in C over
+columns of facts. Every call compares them all. To be notified of changes instead (``PyDict_Watch``)
 needs Python 3.12, works for dictionaries and eight users per process only, and saves little.
 """
 
@@ -15,9 +15,10 @@ import operator
 import os
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain, repeat
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -30,7 +31,8 @@ from .reads import AttributeRead, Reads, cell_reads, look_up, may_hold_state, op
 
 Check = Callable[[], bool]
 CompareFacts = Callable[..., bool]
-"""The native library's comparison, which takes one flat tuple of facts for each kind."""
+"""The native library's comparison, which takes one flat tuple of facts for each :data:`Kind`."""
+Kind = Literal["entry", "absent", "values", "attribute", "own attribute", "class"]
 
 
 class IdentityChecks:
@@ -47,7 +49,7 @@ class IdentityChecks:
     def __init__(self) -> None:
         # For each kind a flat list: owner, name and expected object of the first fact, of the
         # second, and so on, as the native library takes them.
-        self._facts: dict[str, list[Any]] = {kind: [] for kind in _HOLDS}
+        self._facts: dict[Kind, list[Any]] = {kind: [] for kind in get_args(Kind)}
         self._others: list[Check] = []
 
     def entry(self, table: Mapping[Any, Any], name: str, value: Any) -> None:
@@ -90,15 +92,10 @@ class IdentityChecks:
 
     def function(self, native: CompareFacts | None = None) -> Check:
         """Returns a function that says whether all checks hold; one that raises does not hold."""
+        compare = _in_python(self._facts)
         if native is not None:
             compare = partial(native, *map(tuple, self._facts.values()))
-            return partial(_all_hold, (compare, *self._others))
-        facts = [
-            partial(_HOLDS[kind], *flat[i : i + 3])
-            for kind, flat in self._facts.items()
-            for i in range(0, len(flat), 3)
-        ]
-        return partial(_all_hold, (*facts, *self._others))
+        return partial(_all_hold, (compare, *self._others))
 
     def copy(self) -> IdentityChecks:
         """Returns the same checks, to which others can be added."""
@@ -108,9 +105,44 @@ class IdentityChecks:
         return made
 
 
+def _in_python(facts: Mapping[Kind, Sequence[Any]]) -> Check:
+    """Returns a function that compares facts as the native library does."""
+    # Loops in C over columns of facts: a function in Python for each would take five times as long.
+    checks: list[Check] = []
+
+    def add(
+        rows: Iterable[tuple[Any, Any, Any]], look: Callable[..., Any], *more: Iterable[Any]
+    ) -> None:
+        columns = list(zip(*rows, strict=True))
+        if columns:
+            owners, names, expected = columns
+            checks.append(lambda: all(map(operator.is_, map(look, owners, names, *more), expected)))
+
+    absent = ((table, name, ABSENT) for table, name, _ in _rows(facts["absent"]))
+    entries = [*_rows(facts["entry"]), *absent]
+    # By dict's own method: a user's subclass may override it.
+    add((row for row in entries if isinstance(row[0], dict)), dict.get, repeat(ABSENT))
+    add((row for row in entries if not isinstance(row[0], dict)), _entry_of)
+    add(_rows(facts["attribute"]), getattr)
+    add(_rows(facts["own attribute"]), object.__getattribute__)
+    owners, classes = facts["class"][::3], facts["class"][2::3]
+    checks.append(lambda: all(map(operator.is_, map(type, owners), classes)))
+    tables, held = facts["values"][::3], facts["values"][2::3]
+    lengths, values = [*map(len, held)], [*chain.from_iterable(held)]
+    checks.append(lambda: all(map(operator.eq, map(dict.__len__, tables), lengths)))
+    checks.append(
+        lambda: all(map(operator.is_, chain.from_iterable(map(dict.values, tables)), values))
+    )
+    return partial(_all_hold, checks)
+
+
 def _entry_of(table: Mapping[Any, Any], name: Any) -> Any:
     # By dict's own method: a user's subclass may override it.
     return dict.get(table, name, ABSENT) if isinstance(table, dict) else table.get(name, ABSENT)
+
+
+def _rows(flat: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
 
 
 def _all_hold(checks: Sequence[Check]) -> bool:
@@ -130,16 +162,6 @@ def _values_of(table: Any) -> list[Any]:
     is_ordered = type(table) is OrderedDict  # dict's own methods do not know its order
     return list(table.values() if is_ordered else dict.values(table))
 
-
-# Whether a fact of each kind holds, in the order in which the native library takes them.
-_HOLDS: dict[str, Callable[[Any, Any, Any], bool]] = {
-    "entry": lambda table, name, value: _entry_of(table, name) is value,
-    "absent": lambda table, name, _: _entry_of(table, name) is ABSENT,
-    "values": lambda table, _, values: _holds_values(table, values),
-    "attribute": lambda owner, name, value: getattr(owner, name) is value,
-    "own attribute": lambda owner, name, value: object.__getattribute__(owner, name) is value,
-    "class": lambda owner, _, kind: type(owner) is kind,
-}
 
 # Parts of a function or class that can be replaced in place, and are in no dictionary of it.
 _RUNNING_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
