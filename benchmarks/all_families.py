@@ -9,6 +9,9 @@ cut down by the names of their entries, and inputs are made from the forward's p
 that this does not fit are named with the error of the eager model. Compared are outputs, gradients,
 buffers and parameters of three SGD steps in training mode, with the configuration's own dropout and
 a length that changes, and the outputs of an inference.
+
+A bias in front of a batch norm has a gradient of zero but for rounding, and such a type
+(``canary``, ``cohere_asr``) may be shown as different: a float64 model tells whose rounding it is.
 """
 
 from __future__ import annotations
