@@ -112,7 +112,8 @@ def test_what_a_function_reads_may_follow_a_schedule(function: Any, marked: bool
 
     kind = lazy_inline(type("Marked", (Made,), {})) if marked else Made
     batches = [(strength, torch.randn(3, 4)) for strength in (1.0, 1.0, 2.0, 3.0)]
-    assert_equals_eager(model_of(function, kind), batches=batches, use=use, fallback="error")
+    options: Any = {"fallback": "error", "tolerance": 1e-6}
+    assert_equals_eager(model_of(function, kind), batches=batches, use=use, **options)
 
 
 @pytest.mark.parametrize("function", [NeedsAValue, Logs, Prints])
@@ -125,7 +126,8 @@ def test_a_backward_that_does_more_than_compute_runs_eagerly(
         return [len(STATE.log), capsys.readouterr().out]
 
     batches = [(torch.randn(3, 4),) for _ in range(3)]
-    assert assert_equals_eager(model_of(function), batches=batches, use=use).told.ran_eagerly
+    found = assert_equals_eager(model_of(function), batches=batches, use=use, tolerance=1e-6)
+    assert found.told.ran_eagerly
 
 
 def scripted_source(x: Tensor, w: Tensor) -> Tensor:
@@ -144,7 +146,7 @@ def test_a_scripted_function_has_the_gradients_of_its_python() -> None:
     for _ in range(3):  # from the second call on it is another graph
         model(given).backward()
     model.zero_grad()
-    assert_equals_eager(model, (given,), fallback="error")
+    assert_equals_eager(model, (given,), fallback="error", tolerance=1e-6)
 
 
 def test_a_function_that_was_traced_by_torch_jit_runs_eagerly() -> None:
