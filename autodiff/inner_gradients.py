@@ -390,7 +390,8 @@ def _derivative(
     program: ir.Program, asked: DerivativeCall, derivatives: ForwardDerivatives
 ) -> ForwardDerivative:
     assert asked.series is not None
-    for leaf in (leaf for leaf, node in ir.leaf_nodes(program) if is_draw(node)):
+    leaf = next((leaf for leaf, node in ir.leaf_nodes(program) if is_draw(node)), None)
+    if leaf is not None:
         raise CaptureError(
             f"@{leaf.name} draws random numbers between what is asked for at {asked.source} and "
             "what it moves with. Call model.eval(), or set its dropout to 0."

@@ -285,7 +285,7 @@ def energy_and_forces(
     return compiled(_Potential(model, places[0], places[1:], of_atoms, energy))
 
 
-Given: TypeAlias = Mapping[Any, Any]  # the arguments of a call, by position or name
+_Given: TypeAlias = Mapping[Any, Any]  # the arguments of a call, by position or name
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class _Place:
     index: int | None
     key: str | None
 
-    def get(self, given: Given) -> torch.Tensor:
+    def get(self, given: _Given) -> torch.Tensor:
         """Returns the tensor that is passed."""
         whole: Any = given.get(self._argument(given))
         if self.key is not None and not isinstance(whole, Mapping):
@@ -307,7 +307,7 @@ class _Place:
             raise PlanError(f"{self.name!r} has to be a tensor, not {type(found).__name__}.")
         return found
 
-    def put(self, given: Given, new: torch.Tensor) -> Given:
+    def put(self, given: _Given, new: torch.Tensor) -> _Given:
         """Returns the arguments with another tensor there."""
         argument = self._argument(given)
         value = new if self.key is None else {**given[argument], self.key: new}
@@ -317,7 +317,7 @@ class _Place:
     def _parameter(self) -> str:
         return self.name.partition(".")[0]
 
-    def _argument(self, given: Given) -> int | str:
+    def _argument(self, given: _Given) -> int | str:
         return self.index if self.index is not None and self.index in given else self._parameter
 
 
@@ -358,7 +358,7 @@ class _Potential(nn.Module):
         """Runs the model, and differentiates the sum of its energies."""
         goes_on = torch.is_grad_enabled()
         with torch.enable_grad():
-            given: Given = {**dict(enumerate(args)), **kwargs}
+            given: _Given = {**dict(enumerate(args)), **kwargs}
             (at,), inputs = renamed((self._positions.get(given),))
             if self._strained:
                 strain = self._no_strain(given)
@@ -373,7 +373,7 @@ class _Potential(nn.Module):
         virial = -found[1] if self._strained else None
         return EnergyAndForces(value if goes_on else value.detach(), -found[0], virial)
 
-    def _no_strain(self, given: Given) -> torch.Tensor:
+    def _no_strain(self, given: _Given) -> torch.Tensor:
         """Returns a strain of zero, for all atoms or for each structure."""
         cell = self._strained[0].get(given)
         if self._batch is None and cell.dim() == 3 and cell.shape[0] != 1:
@@ -384,7 +384,7 @@ class _Potential(nn.Module):
         shape = (3, 3) if self._batch is None else (cell.shape[0], 3, 3)
         return torch.zeros(shape, dtype=cell.dtype, device=cell.device).requires_grad_()
 
-    def _deformed(self, given: Given, positions: torch.Tensor, strain: torch.Tensor) -> Given:
+    def _deformed(self, given: _Given, positions: torch.Tensor, strain: torch.Tensor) -> _Given:
         """Returns the arguments with positions and strained inputs deformed."""
         symmetric = (strain + strain.mT) / 2
         if self._batch is None:

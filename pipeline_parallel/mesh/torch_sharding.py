@@ -510,10 +510,9 @@ class _Sharding(torch.fx.Interpreter):
                 return value
             if not torch_sharding_rules.has_rows(value) and value is not mask:
                 return self._placed(value, self._replicated).to_local()
-            # Where its size is 1, one mask is for all rows or heads.
-            is_one = [value.dim() == 2 or n == 1 for n in value.shape if value is mask]
+            own = value is mask  # where its size is 1, one mask is for all rows or heads
             layout = (
-                Replicate() if is_one and p.is_shard() and is_one[_split_dim(p)] else p
+                Replicate() if own and p.is_shard() and _is_single(value, _split_dim(p)) else p
                 for p in lead
             )
             return self._placed(value, tuple(layout)).to_local()
@@ -572,6 +571,10 @@ def _split_dim(placement: Any) -> int:
 
 def _splits_rows(placement: Any) -> bool:
     return isinstance(placement, torch_parts.SPLIT) and placement.dim == 0
+
+
+def _is_single(tensor: DTensor, dim: int) -> bool:
+    return tensor.dim() == 2 or tensor.shape[dim] == 1
 
 
 def _is_partial(value: Any) -> bool:
