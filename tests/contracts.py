@@ -157,6 +157,8 @@ def values_compared() -> Iterator[list[bool]]:
         mode = compile_fx.detect_fake_mode(inputs)
         known = torch_corrections._has_its_value
         taken.append(all(known(node, mode) for node in module.graph.nodes))
+        if taken[-1]:
+            torch_corrections._copy_again(module, mode)
         before = layouts(module)
         find(module, inputs)
         after = layouts(module) if taken[-1] else before

@@ -3,23 +3,33 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import decoders as own
 import hugging_face
 import pytest
+import sympy
 import torch
 from comparing import Door, as_it_is, assert_close, assert_equals_eager
 from models import Made, Stack
 from torch import Tensor, nn
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy import functions
 
 import lazyinline
 from lazyinline import Budget, PlanError, lazy_inline
+from lazyinline.backend.kernels import torch_inductor
 from lazyinline.frontend.dispatch.dispatcher import ModuleDispatcher
 from lazyinline.frontend.options import Options
-from lazyinline.reuse.ir.torch_symbols import SizeLiteral, symbols_of, with_size_inputs
+from lazyinline.reuse.ir.torch_symbols import (
+    SizeLiteral,
+    Values,
+    symbols_of,
+    value_of,
+    with_size_inputs,
+)
 
 lazy_inline(own.DecoderBlock)
 
@@ -275,6 +285,42 @@ def test_quotients_of_sizes_and_their_roundings_can_be_computed_by_a_graph(of: A
     sized = with_size_inputs(module, symbols_of(module), "last")
     for n in (8, 9, 10, 11, 13):
         assert torch.equal(sized(torch.ones(2), n), torch.ones(2) * of(n))
+
+
+@pytest.mark.parametrize(
+    "of", ["n + m * m", "Max(1, TruncToInt(ToFloat(n) * 0.5))", "floor(m / IntTrueDiv(n, 3))"]
+)
+def test_the_value_of_a_size_is_a_number_of_python(of: str) -> None:
+    n, m = sympy.symbols("n m", integer=True, positive=True)
+    expression = sympy.sympify(of, {**vars(functions), "n": n, "m": m})
+    value = value_of(expression, Values({n: 7, m: 20}))
+    assert type(value) is int and value == {"n": 407, "M": 3, "f": 8}[of[0]]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_inductors_kernels_take_images_of_any_size_that_it_keeps_open(
+    is_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_open:  # it makes numbers of sizes after it has compiled kernels that take them
+        monkeypatch.setattr(torch_inductor, "sizes_kept_open", nullcontext)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        smaller = nn.functional.interpolate(self.conv(x), scale_factor=0.5)
+        return nn.functional.adaptive_avg_pool2d(self.conv(smaller.tanh()), 3)
+
+    torch.manual_seed(0)
+    model = Made(forward, conv=nn.Conv2d(2, 2, 3, padding=1))
+    images = [[torch.randn(2, 2, *size)] for size in ((8, 10), (12, 18), (14, 16))]
+    found = assert_equals_eager(
+        model,
+        batches=images,
+        backend="inductor",
+        note=lambda compiled: (*counts(compiled), compiled.last_report.why_static),
+    ).seen
+    if is_open:
+        assert found == [(1, 0, ""), (2, 0, ""), (2, 1, "")]
+    else:
+        assert found[-1][:2] == (3, 0) and "Eq(TruncToInt(" in found[-1][2], found
 
 
 @pytest.mark.parametrize("door", ["compile", "step"])

@@ -378,9 +378,7 @@ class SizesAt:
 
         A graph without symbols is returned itself.
         """
-        if not torch_symbols.symbols_of(
-            module
-        ):  # the same object, so that results cached by it stay valid
+        if not torch_symbols.has_sizes(module):  # the same object: what is cached by it stays valid
             return module
         made, mode = torch_symbols.module_at(module, self.values), new_fake_mode()
 

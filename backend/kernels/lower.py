@@ -67,6 +67,7 @@ class Kernel:
     convention: Literal["boxed", "plain"]
     source: BackendName  # which backend made it
     sizes: tuple[int, ...] = ()  # come before the operands
+    symbols: tuple[Any, ...] = ()  # whose values ``sizes`` are, as sizes of an environment
     launches: KernelList | None = None
     written: Callable[..., Any] | None = None
     why_eager: str = ""
@@ -135,12 +136,13 @@ class InductorBackend:
         kernels = dict(zip(written, self._written(written, on_done), strict=True))
         rest = [leaf for leaf in leaves if leaf not in kernels]
         compiled = [leaf for leaf in rest if _wants_compiler(leaf)]
+        symbols = [torch_symbols.symbol_sizes(leaf.module) for leaf in compiled]
         functions = torch_inductor.compile_leaves([leaf.module for leaf in compiled], on_done)
-        for leaf, made in zip(compiled, functions, strict=True):
+        for leaf, made, sizes in zip(compiled, functions, symbols, strict=True):
             if isinstance(made, torch_inductor.NotCompiled):
                 kernels[leaf] = replace(_eager_kernel(leaf), why_eager=made.reason)
             else:
-                kernels[leaf] = Kernel(made, "boxed", self.name)
+                kernels[leaf] = Kernel(made, "boxed", self.name, symbols=sizes)
         for leaf in rest:
             if leaf not in kernels:
                 kernels[leaf] = _eager_kernel(leaf)
@@ -156,9 +158,12 @@ class InductorBackend:
         wanted = [leaf for leaf in moved if _wants_compiler(leaf) and not is_update(leaf)]
         with gpu_described(target) if target else nullcontext():
             modules = [leaf.module for leaf in wanted]
+            symbols = dict(zip(wanted, map(torch_symbols.symbol_sizes, modules), strict=True))
             made = torch_inductor.write_gpu_leaves(modules, on_done)
             wrappers = dict(zip(wanted, made, strict=True))
-            return [self._written_kernel(leaf, wrappers.get(leaf)) for leaf in moved]
+            found = [self._written_kernel(leaf, wrappers.get(leaf)) for leaf in moved]
+            pairs = zip(moved, found, strict=True)
+            return [replace(kernel, symbols=symbols.get(leaf, ())) for leaf, kernel in pairs]
 
     def _written_kernel(
         self, leaf: Leaf, made: Callable[..., Any] | torch_inductor.NotCompiled | None
@@ -315,7 +320,7 @@ def closure_list(leaf: Leaf, kernel: Kernel | None = None) -> KernelList:
 def has_sizes(leaf: Leaf) -> bool:
     """Whether a leaf has symbolic sizes, or only a gradient whose size a trace settled since."""
     types_ = flat_types((*leaf.input_types, *leaf.output_types))
-    return bool(torch_symbols.symbols_of(leaf.module)) or any(t.is_symbolic for t in types_)
+    return torch_symbols.has_sizes(leaf.module) or any(t.is_symbolic for t in types_)
 
 
 def kernel_at(leaf: Leaf, kernel: Kernel, values: torch_symbols.Values) -> tuple[Leaf, Kernel]:
@@ -324,10 +329,14 @@ def kernel_at(leaf: Leaf, kernel: Kernel, values: torch_symbols.Values) -> tuple
         return leaf, kernel
     made = _leaf_at(leaf, values)
     if kernel.convention == "boxed":
-        symbols = torch_symbols.symbols_of(leaf.module)
-        return made, replace(kernel, sizes=tuple(int(values[s]) for s in symbols))
+        return made, replace(kernel, sizes=tuple(map(int, _sizes_at(kernel, values))))
     made = replace(made, module=torch_symbols.module_at(_of_any_layout(leaf.module), values))
     return made, _eager_kernel(made)
+
+
+def _sizes_at(kernel: Kernel, values: torch_symbols.Values) -> list[Any]:
+    """Returns the values of the symbols that a kernel takes, some of them numbers by now."""
+    return [torch_symbols.value_of(torch_symbols.expression_of(s), values) for s in kernel.symbols]
 
 
 def _leaf_at(leaf: Leaf, values: torch_symbols.Values) -> Leaf:
@@ -340,8 +349,8 @@ def symbolic_launches(leaf: Leaf, kernel: Kernel, trace: torch_symbols.SymbolTra
     """Returns the launches of a leaf with expressions of its symbols for numbers."""
     traced = Traced(_leaf_at(leaf, trace.values), trace)
     if kernel.convention == "boxed":
-        sizes = [trace.values[s] for s in torch_symbols.symbols_of(leaf.module)]
-        found = record_wrapper(leaf, kernel.written or kernel.function, sizes, traced)
+        sizes, wrapper = _sizes_at(kernel, trace.values), kernel.written or kernel.function
+        found = record_wrapper(leaf, wrapper, sizes, traced)
     else:
         found = record_graph(leaf, traced)
     return SymbolicList(*(getattr(found, field.name) for field in fields(found)))

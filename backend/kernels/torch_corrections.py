@@ -24,6 +24,9 @@ Each correction of its code generation is a context manager; outside of it Induc
   Inductor reads ``x``: what quantizes, or adds up what a cast lost, computed something else.
 * Sums in tiles. Where a loop stands between the two of a tile, and the inner one is summed over, a
   kernel stores whole vectors past the end of a row, even out of bounds (pytorch/pytorch#196681).
+* Sizes made numbers. The lowerings of adaptive pooling, of nearest upsampling's gradient and, from
+  torch 2.13 on, of a convolution's gradient make numbers of the symbolic sizes of an image, so that
+  each size was a compile. PyTorch's kernels, which the last one calls anyway, take any size.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ from unittest import mock
 import sympy
 import torch
 import torch.fx
+from sympy.core.function import Application
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
@@ -183,6 +188,7 @@ def values_as_traced() -> Iterator[None]:
         mode = detect_fake_mode(inputs)
         if mode is None or not all(_has_its_value(node, mode) for node in module.graph.nodes):
             return propagate(module, inputs, *rest)
+        _copy_again(module, mode)
         return mode
 
     with mock.patch.object(compile_fx, "fake_tensor_prop", known):
@@ -193,14 +199,25 @@ def _has_its_value(node: torch.fx.Node, mode: FakeTensorMode) -> bool:
     """Whether a node's value equals the result of a run under fake tensors of this mode."""
     if node.op == "output":
         return True
-    # An input may have been made unaligned. A copy that functionalization added keeps the offset of
-    # the view that was written.
-    is_moved = node.meta.get("unaligned") or node.target is torch.ops.aten.copy.default
-    if is_moved or "unbacked_bindings" in node.meta or "val" not in node.meta:
+    # An input may have been made unaligned.
+    if node.meta.get("unaligned") or "unbacked_bindings" in node.meta or "val" not in node.meta:
         return False
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else (value,)
     return all(v.fake_mode is mode for v in values if isinstance(v, FakeTensor))
+
+
+def _copy_again(module: torch.fx.GraphModule, mode: FakeTensorMode) -> None:
+    """Computes the fake values of copies, and of what depends on them, again."""
+    # A copy that functionalization added has the offset of the view that was written.
+    renewed: set[torch.fx.Node] = set()
+    for node in module.graph.nodes:
+        is_copy = node.target is torch.ops.aten.copy.default
+        if node.op == "call_function" and (is_copy or not renewed.isdisjoint(node.all_input_nodes)):
+            args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+            with mode, enable_python_dispatcher():
+                node.meta["val"] = node.target(*args, **kwargs)
+            renewed.add(node)
 
 
 @contextmanager
@@ -289,6 +306,24 @@ def casts_rounded() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sizes_kept_open() -> Iterator[None]:
+    """Makes graphs lowered inside call PyTorch's kernels where Inductor's are for one size."""
+    from torch._inductor.lowering import fallback_handler, lowerings
+
+    kernels = {one: fallback_handler(one, add_to_fallback_set=False) for one in _FOR_ONE_SIZE}
+    with mock.patch.dict(lowerings, kernels):
+        yield
+
+
+_FOR_ONE_SIZE = (
+    torch.ops.aten.convolution_backward.default,
+    torch.ops.aten._adaptive_avg_pool2d.default,
+    torch.ops.aten.adaptive_max_pool2d.default,
+    torch.ops.aten.upsample_nearest2d_backward.default,
+)
+
+
 class _Sympy:
     """The module ``sympy``, with another ``simplify``."""
 
@@ -300,9 +335,8 @@ class _Sympy:
 
     def simplify(self, expression: Any) -> Any:
         """Returns a simpler form of an expression."""
-        home = home_of_strides()
-        # Quotients and remainders were simplified when they were made: treated as variables.
-        quotients = expression.atoms(home.FloorDiv, home.ModularIndexing)
+        # Functions, such as quotients, were simplified when they were made: treated as variables.
+        quotients = expression.atoms(Application)
         named = {one: self._original.Dummy(integer=True) for one in quotients}
         plain = expression.xreplace(named) if named else expression
         if not is_polynomial(plain):

@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,13 @@ from torch.fx.node import map_arg
 from ...autodiff.traces.torch_partition import copy_graph
 from ...reuse.errors import LazyInlineError, PlanError
 from ...reuse.ir.program import input_nodes
-from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
+from ...reuse.ir.torch_symbols import (
+    SIZE_TYPES,
+    has_sizes,
+    sizes_as_literals,
+    symbols_of,
+    with_size_inputs,
+)
 from ...reuse.ir.types import TensorType, strides_that_matter
 from ..files.torch_store import DamagedObjectError, open_store, own_folder, sound_code, sound_object
 from ..gpu.torch_gpu import kernels_as_text
@@ -46,6 +52,7 @@ from .torch_corrections import (
     quicker_writing,
     quotients_checked,
     settings,
+    sizes_kept_open,
     sums_tiled_beside,
     values_kept_apart,
 )
@@ -68,9 +75,9 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
-    symbols = symbols_of(module)
-    if symbols:
-        module = with_size_inputs(module, symbols, "last")
+    is_sized = has_sizes(module)
+    if is_sized:
+        module = with_size_inputs(module, symbols_of(module), "last")
     first = input_nodes(module)[0].meta["val"]
     # A pass may add nodes: within a tracing context they get values of the graph's fake mode, which
     # a cut that saves such a value needs.
@@ -82,7 +89,7 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         module = _recursive_joint_graph_passes(module, input_device=device)
     layouts.restore(module.graph)
     module.recompile()
-    if symbols:
+    if is_sized:
         sizes_as_literals(module.graph)
         module.recompile()
     return module
@@ -188,10 +195,12 @@ def compile_leaves(
         check_cpp_compiler()
     compiled: list[BoxedCallable | NotCompiled] = []
     asked: list[int] = []
+    # All are copied before the first is compiled, for which Inductor may make numbers of symbols.
+    copies = [_changeable(module) for module in modules]
     probes = vector_units_probed_here()
     with settings(), probes, _corrections(), deferred_builds() as builds:
-        for module in modules:
-            compiled.append(_compiled_or_why_not(_changeable(module)))
+        for module in copies:
+            compiled.append(_compiled_or_why_not(module))
             asked += [len(compiled) - 1] * (len(builds) - len(asked))
             on_compiled()
         for place, wait in zip(asked, builds, strict=True):
@@ -204,8 +213,10 @@ def compile_leaves(
 
 def _changeable(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Returns a copy for Inductor, whose passes change graphs; symbolic sizes are inputs first."""
-    symbols = symbols_of(module)
-    copied = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
+    is_sized = has_sizes(module)
+    copied = (
+        with_size_inputs(module, symbols_of(module), "first") if is_sized else copy_graph(module)
+    )
     return values_kept_apart(pads_realized(copied))
 
 
@@ -264,8 +275,8 @@ def write_gpu_leaves(
     off = dict.fromkeys(("triton.autotune_at_compile_time", "allow_buffer_reuse"), False)
     plain = config.patch({"compile_threads": 1, **off})
     with settings(), plain, kernels_as_text(), drawn_in_order(), quicker_writing():
-        for module in modules:
-            written.append(_compiled_or_why_not(_changeable(module)))
+        for module in [_changeable(module) for module in modules]:
+            written.append(_compiled_or_why_not(module))
             on_written()
     return written
 
@@ -303,7 +314,8 @@ def _compile(module: torch.fx.GraphModule) -> BoxedCallable:
     for node in input_nodes(module):
         node.meta["val"] = _example(node)
     inputs = [n.meta["val"] for n in input_nodes(module)]
-    artifact = compile_fx_inner(module, inputs)
+    with sizes_kept_open() if any(isinstance(x, SIZE_TYPES) for x in inputs) else nullcontext():
+        artifact = compile_fx_inner(module, inputs)
     function = getattr(artifact, "current_callable", None)
     return function if function is not None else artifact
 

@@ -115,7 +115,7 @@ class ShapeCache:
         if sum(c.linker is not None for c in alike) >= MAX_SYMBOLIC:
             return None
         made = self._compiled(alike, inputs, goal)
-        earlier = [c.linker.sizes for c in alike if c.linker is not None and self.dynamic]
+        earlier = [c.linker.sizes for c in alike if c.linker is not None]
         if made is not None and earlier:
             made.report.why_static = made.report.why_static or earlier[-1].why_not(inputs.leaves)
         return made

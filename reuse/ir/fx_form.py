@@ -270,7 +270,8 @@ class _ToFx:
 
 
 def _leaf_module(leaf: ir.Leaf, sizes: Sequence[Any]) -> LeafModule:
-    module = torch_symbols.with_size_inputs(leaf.module, sizes, "last") if sizes else leaf.module
+    is_sized = torch_symbols.has_sizes(leaf.module)
+    module = torch_symbols.with_size_inputs(leaf.module, sizes, "last") if is_sized else leaf.module
     graph, held = torch.fx.Graph(), None
     graph.output(graph.graph_copy(module.graph, {}))
     operators = [n for n in graph.nodes if n.op == "call_function" and not torch_symbols.is_size(n)]

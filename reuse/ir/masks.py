@@ -24,7 +24,7 @@ from ..torch_names import module_of, schema_of
 from .leaf import ModalInterpreter, cut_leaf, memory_of, node_type
 from .operators import is_draw, may_draw, mutated_args
 from .program import Call, Closure, Composite, Leaf, Program, Value, leaf_nodes, outputs_of
-from .torch_symbols import symbols_of
+from .torch_symbols import has_sizes
 from .types import TensorType
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -127,7 +127,7 @@ class Masks:
         return replace(program, calls=self._without_unused(program, calls)), outputs
 
     def _new(self, closure: Closure, given: _Given) -> tuple[_Taken, _Given]:
-        if isinstance(closure, Leaf) and not closure.bodies and not symbols_of(closure.module):
+        if isinstance(closure, Leaf) and not closure.bodies and not has_sizes(closure.module):
             constants = _constants(closure, given)
             results = [constants.get(n) for n in outputs_of(closure.module)]
             return self._leaf(closure, constants), results

@@ -43,7 +43,7 @@ def computing_node(
         return value_of(expression, Values())
     tracer = GraphAppendingTracer(graph)
     proxies = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in nodes.items()}
-    return sympy_interp(_ByNodes, proxies, expression).node
+    return sympy_interp(_AsPython, proxies, expression).node
 
 
 def _rounding(function: Callable[..., Any]) -> Any:
@@ -55,8 +55,8 @@ def _rounding(function: Callable[..., Any]) -> Any:
     return staticmethod(rounded)
 
 
-class _ByNodes(PythonReferenceAnalysis):
-    """Adds what PyTorch's analysis can do with numbers only: quotients of integers, rounding."""
+class _AsPython(PythonReferenceAnalysis):
+    """Adds what PyTorch's analysis leaves to sympy: quotients of integers, rounding."""
 
     int_truediv = staticmethod(operator.truediv)
     floor_to_int, ceil_to_int = _rounding(math.floor), _rounding(math.ceil)
@@ -145,7 +145,7 @@ def value_of(expression: Any, values: Values) -> Any:
 
 
 def _computed(expression: Any, values: Values) -> Any:
-    value = sympy_interp(PythonReferenceAnalysis, values, expression)
+    value = sympy_interp(_AsPython, values, expression)
     if isinstance(value, (bool, int, float, *SIZE_TYPES)):
         return value
     if value.is_Boolean:
@@ -181,11 +181,21 @@ def symbols_of(module: torch.fx.GraphModule) -> list[Any]:
     return sorted(found, key=str)
 
 
+def has_sizes(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph's sizes belong to a shape environment, even if all are numbers by now."""
+    return bool(_occurring(module))
+
+
+def symbol_sizes(module: torch.fx.GraphModule) -> tuple[Any, ...]:
+    """Returns the symbols of a graph as sizes, whose expressions follow what a trace settles."""
+    environment = environment_of(module)
+    return tuple(size_in(environment, symbol) for symbol in symbols_of(module))
+
+
 def sizes_in(module: torch.fx.GraphModule) -> list[Any]:
     """Returns what a trace of the graph may ask for: each symbol, and each literal once."""
-    environment, found = environment_of(module), _occurring(module)
-    symbols = [size_in(environment, symbol) for symbol in symbols_of(module)]
-    return symbols + list({id(size.node): size for size in found}.values())
+    found = _occurring(module)
+    return [*symbol_sizes(module), *{id(size.node): size for size in found}.values()]
 
 
 def _occurring(module: torch.fx.GraphModule) -> list[Any]:
