@@ -305,8 +305,9 @@ def test_inductors_kernels_take_images_of_any_size_that_it_keeps_open(
         monkeypatch.setattr(torch_inductor, "sizes_kept_open", nullcontext)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        smaller = nn.functional.interpolate(self.conv(x), scale_factor=0.5)
-        return nn.functional.adaptive_avg_pool2d(self.conv(smaller.tanh()), 3)
+        h = nn.functional.interpolate(self.conv(x), scale_factor=0.5)
+        h = h + h.mean((2, 3), keepdim=True).expand_as(h) * 1.0  # Inductor takes out the product
+        return nn.functional.adaptive_avg_pool2d(self.conv(h.tanh()), 3)
 
     torch.manual_seed(0)
     model = Made(forward, conv=nn.Conv2d(2, 2, 3, padding=1))

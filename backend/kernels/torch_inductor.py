@@ -38,7 +38,7 @@ from ...reuse.ir.torch_symbols import (
     symbols_of,
     with_size_inputs,
 )
-from ...reuse.ir.types import TensorType, strides_that_matter
+from ...reuse.ir.types import TensorType, dense_order, strides_that_matter
 from ..files.torch_store import DamagedObjectError, open_store, own_folder, sound_code, sound_object
 from ..gpu.torch_gpu import kernels_as_text
 from ..launches.torch_facts import cpu_kind, for_this_cpu
@@ -150,7 +150,8 @@ def _differs_in_strides(operand: torch.fx.Node, wanted: TensorType) -> bool:
 
 def _copy(graph: torch.fx.Graph, operand: torch.fx.Node, wanted: TensorType) -> torch.fx.Node:
     """Adds a copy of an operand in a dense layout, by permute, clone and permute."""
-    order = _order(wanted)
+    order = dense_order(wanted.shape, wanted.stride)
+    assert order is not None, wanted
     back = sorted(range(len(order)), key=order.__getitem__)
     made = operand
     contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
@@ -165,12 +166,6 @@ def _copy(graph: torch.fx.Graph, operand: torch.fx.Node, wanted: TensorType) -> 
         made.meta.update(operand.meta)
         made.meta["val"] = target(given, *args, **kwargs)
     return made
-
-
-def _order(type_: TensorType) -> list[int]:
-    """Returns the dimensions of a dense type, outermost first, those of size 1 before all."""
-    axes = range(len(type_.shape))
-    return sorted(axes, key=lambda axis: (type_.shape[axis] != 1, -type_.stride[axis]))
 
 
 @dataclass(frozen=True)

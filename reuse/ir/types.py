@@ -73,15 +73,24 @@ def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the elements fill one block of memory without overlap, in any order."""
-    expected = 1
-    axes = [(st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1]
+    return dense_order(shape, stride) is not None
+
+
+def dense_order(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """Returns the dimensions of one block of memory, outermost first, those of size 1 before all.
+
+    None if the elements have gaps between them, or overlap.
+    """
+    expected, order = 1, list[int]()
+    axes = [axis for axis, size in enumerate(shape) if size != 1]
     while axes:  # by equality alone: symbolic strides cannot be sorted
-        innermost = next((axis for axis in axes if axis[0] == expected), None)
+        innermost = next((axis for axis in axes if stride[axis] == expected), None)
         if innermost is None:
-            return False
+            return None
         axes.remove(innermost)
-        expected *= innermost[1]
-    return True
+        order.append(innermost)
+        expected *= shape[innermost]
+    return [*(axis for axis, size in enumerate(shape) if size == 1), *reversed(order)]
 
 
 _NUMBERS = frozenset({int})
