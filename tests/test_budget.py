@@ -51,11 +51,11 @@ from link_tree import ROOT
 # padding that eager takes out, memory that inputs share and a length (frontend +52).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_383, 89),
-    "reuse": (9_607, 34),
+    "reuse": (9_616, 34),
     "autodiff": (6_044, 19),
     "recompute": (1_081, 4),
     "pipeline_parallel": (7_091, 23),
-    "backend": (12_131, 37),
+    "backend": (12_126, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
