@@ -13,7 +13,7 @@ import torch
 from ...autodiff.derivative import Derivative
 from ...backend.run.planned import Graph, unchanged
 from ...reuse.errors import PlanError
-from ...reuse.ir.program import Program
+from ...reuse.ir.program import Program, UserInput
 from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..compiled import CompiledProgram, GradientRequest
 from ..tracing.torch_state import autograd_mode_around
@@ -151,6 +151,8 @@ class Bridge:
         self.pick_kept = picker(derivative.kept_inputs)
         # The old value of a buffer that the forward overwrites is saved as a copy.
         self.cloned = [i for i, k in enumerate(derivative.kept_inputs) if k in written]
+        sources = [self.program.sources[k] for k in derivative.kept_inputs]
+        self.given = [i for i, source in enumerate(sources) if isinstance(source, UserInput)]
         watched = [i for i in compiled.watched_inputs if i not in written]
         self.pick_watched = picker(watched)
         self.num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
@@ -343,8 +345,10 @@ class _CompiledFunction(torch.autograd.Function):
         for index in aliases.repeated:  # h and h.detach() may be one tensor in the program
             outputs[index] = outputs[index].detach()
         kept = bridge.pick_kept(inputs)
-        if bridge.cloned:
-            kept = tuple(t.clone() if i in bridge.cloned else t for i, t in enumerate(kept))
+        # Autograd saves no tensor of inference mode, which backends that compute again may need.
+        cloned = [*bridge.cloned, *(i for i in bridge.given if kept[i].is_inference())]
+        if cloned:
+            kept = tuple(t.clone() if i in cloned else t for i, t in enumerate(kept))
         ctx.save_for_backward(
             *kept,
             *[outputs[i] for i in bridge.derivative.kept_outputs],
