@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import decoders as own
@@ -20,6 +21,7 @@ from torch.utils._sympy import functions
 
 import lazyinline
 from lazyinline import Budget, PlanError, lazy_inline
+from lazyinline.autodiff.traces import joint_trace
 from lazyinline.backend.kernels import torch_inductor
 from lazyinline.frontend.dispatch.dispatcher import ModuleDispatcher
 from lazyinline.frontend.options import Options
@@ -322,6 +324,31 @@ def test_inductors_kernels_take_images_of_any_size_that_it_keeps_open(
         assert found == [(1, 0, ""), (2, 0, ""), (2, 1, "")]
     else:
         assert found[-1][:2] == (3, 0) and "Eq(TruncToInt(" in found[-1][2], found
+
+
+@pytest.mark.parametrize("is_as_captured", [True, False])
+def test_a_gradient_is_laid_out_as_the_backward_reads_it_at_every_size(
+    is_as_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_as_captured:  # what another layout would do is noticed before it runs
+
+        def without_shape(one: Any, *, shape: Any = None, **new: Any) -> Any:
+            return replace(one, **new)
+
+        monkeypatch.setattr(joint_trace, "replace", without_shape)
+
+    # Inductor pools twelve to four by windows of three: another expression for the same size.
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return nn.functional.adaptive_max_pool1d(self.inner(x).mT, 4)
+
+    model = Made(forward, inner=nn.Linear(6, 8))
+    found = assert_equals_eager(
+        model,
+        batches=[[torch.randn(2, length, 6)] for length in (7, 12)],
+        backend="inductor",
+        note=lambda compiled: compiled.last_report.why_static,
+    ).seen
+    assert ("takes sizes and strides" in found[1]) is not is_as_captured, found
 
 
 @pytest.mark.parametrize("door", ["compile", "step"])

@@ -392,7 +392,9 @@ class JointTrace:
         found = {i: TensorType.of(outputs[i]) for i in outputs_wanted if outputs[i].requires_grad}
         captured = captured_results(self._module)
         for i in (i for i in found if captured[i] is not None):
-            found[i] = replace(found[i], stride=TensorType.of(captured[i]).stride)
+            # The shape, too: a trace may have another expression for a size that is the same.
+            known = TensorType.of(captured[i])
+            found[i] = replace(found[i], shape=known.shape, stride=known.stride)
         found = {i: type_.cotangent() for i, type_ in found.items()}
         if found != types or not found:
             raise _OtherTangentsError(found)

@@ -24,8 +24,9 @@ from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.errors import PlanError
 from ...reuse.ir import torch_symbols
 from ...reuse.ir.leaf import flat_types, without_autocast
-from ...reuse.ir.program import Leaf
+from ...reuse.ir.program import Leaf, input_nodes
 from ...reuse.ir.torch_updates import is_update
+from ...reuse.ir.types import TensorType, strides_that_matter
 from ...reuse.torch_names import RESHAPES, module_of, own_device_type
 from ..gpu.targets import Target, target_named
 from ..gpu.torch_cuda import TritonKernel, is_interpreting, machine_code
@@ -324,10 +325,18 @@ def has_sizes(leaf: Leaf) -> bool:
 
 
 def kernel_at(leaf: Leaf, kernel: Kernel, values: torch_symbols.Values) -> tuple[Leaf, Kernel]:
-    """Returns a leaf and its kernel at given values of its symbolic sizes."""
+    """Returns a leaf and its kernel at given values of its symbolic sizes.
+
+    PlanError if its graph was traced with other sizes or strides of an input than the leaf says.
+    """
     if not has_sizes(leaf):
         return leaf, kernel
     made = _leaf_at(leaf, values)
+    for node, type_ in zip(input_nodes(leaf.module), flat_types(made.input_types), strict=True):
+        traced = torch_symbols.tensor_type_at(TensorType.of(node.meta["val"]), values)
+        layouts = [(t.shape, strides_that_matter(t.shape, t.stride)) for t in (traced, type_)]
+        if layouts[0] != layouts[1]:  # the kernel would read other elements
+            raise PlanError(f"@{leaf.name} takes sizes and strides {layouts[0]}, not {layouts[1]}")
     if kernel.convention == "boxed":
         return made, replace(kernel, sizes=tuple(map(int, _sizes_at(kernel, values))))
     made = replace(made, module=torch_symbols.module_at(_of_any_layout(leaf.module), values))
