@@ -52,10 +52,10 @@ from link_tree import ROOT
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_387, 89),
     "reuse": (9_616, 34),
-    "autodiff": (6_044, 19),
+    "autodiff": (6_046, 19),
     "recompute": (1_081, 4),
     "pipeline_parallel": (7_091, 23),
-    "backend": (12_126, 37),
+    "backend": (12_135, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
