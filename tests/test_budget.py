@@ -48,7 +48,8 @@ from link_tree import ROOT
 # parts that checkpoints run again (frontend +55, reuse +23, autodiff +8), parts of one tensor,
 # views of a block's buffer, what runs again and clipped steps in files (frontend +57), masks of
 # results (backend +12), values that are compared with their maximum (autodiff +24, recompute +5),
-# padding that eager takes out, memory that inputs share and a length (frontend +52).
+# padding that eager takes out, memory that inputs share and a length (frontend +52), sizes of
+# images (backend +59, reuse +20).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_387, 89),
     "reuse": (9_616, 34),

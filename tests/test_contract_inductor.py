@@ -35,6 +35,7 @@ from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_gpu import _answers, _device_properties, gpu_described
 from lazyinline.backend.kernels import torch_inductor
 from lazyinline.backend.kernels.torch_corrections import (
+    _FOR_ONE_SIZE,
     casts_rounded,
     dtype_rules_made_once,
     home_of_strides,
@@ -44,6 +45,7 @@ from lazyinline.backend.kernels.torch_corrections import (
     polynomials_expanded,
     quicker_writing,
     quotients_checked,
+    sizes_kept_open,
     sums_tiled_beside,
     values_as_traced,
     values_kept_apart,
@@ -328,6 +330,18 @@ def test_a_cast_is_lowered_where_a_setting_makes_it_round() -> None:
         assert lowerings[cast]()
         assert not config.emulate_precision_casts
     assert lowerings[cast] is not is_rounding
+
+
+@contract(f"{INDUCTOR}.lowering.fallback_handler", "torch.ops.aten._adaptive_avg_pool2d.default")
+def test_what_is_lowered_for_one_size_is_pytorchs_kernel_where_sizes_are_open() -> None:
+    from torch._inductor.lowering import lowerings
+
+    before = [lowerings[one] for one in _FOR_ONE_SIZE]
+    with sizes_kept_open():
+        inside = [lowerings[one] for one in _FOR_ONE_SIZE]
+    assert not any(a is b for a, b in zip(inside, before, strict=True))
+    assert all("fallback_handler" in one.__qualname__ for one in inside)
+    assert [lowerings[one] for one in _FOR_ONE_SIZE] == before
 
 
 @contract(f"{INDUCTOR}.sizevars: stride_at_vec_range?", f"{INDUCTOR}.codegen.cpp")
