@@ -158,7 +158,7 @@ def values_compared() -> Iterator[list[bool]]:
         known = torch_corrections._has_its_value
         taken.append(all(known(node, mode) for node in module.graph.nodes))
         if taken[-1]:
-            torch_corrections._copy_again(module, mode)
+            torch_corrections._renew_copies(module, mode)
         before = layouts(module)
         find(module, inputs)
         after = layouts(module) if taken[-1] else before

@@ -40,12 +40,12 @@ from lazyinline.backend.kernels.torch_corrections import (
     dtype_rules_made_once,
     home_of_strides,
     indices_printed_once,
+    kernels_for_any_size,
     offsets_added_once,
     pads_realized,
     polynomials_expanded,
     quicker_writing,
     quotients_checked,
-    sizes_kept_open,
     sums_tiled_beside,
     values_as_traced,
     values_kept_apart,
@@ -337,7 +337,7 @@ def test_what_is_lowered_for_one_size_is_pytorchs_kernel_where_sizes_are_open() 
     from torch._inductor.lowering import lowerings
 
     before = [lowerings[one] for one in _FOR_ONE_SIZE]
-    with sizes_kept_open():
+    with kernels_for_any_size():
         inside = [lowerings[one] for one in _FOR_ONE_SIZE]
     assert not any(a is b for a, b in zip(inside, before, strict=True))
     assert all("fallback_handler" in one.__qualname__ for one in inside)

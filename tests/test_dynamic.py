@@ -304,7 +304,7 @@ def test_inductors_kernels_take_images_of_any_size_that_it_keeps_open(
     is_open: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_open:  # it makes numbers of sizes after it has compiled kernels that take them
-        monkeypatch.setattr(torch_inductor, "sizes_kept_open", nullcontext)
+        monkeypatch.setattr(torch_inductor, "kernels_for_any_size", nullcontext)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         h = nn.functional.interpolate(self.conv(x), scale_factor=0.5)

@@ -68,7 +68,7 @@ class Kernel:
     convention: Literal["boxed", "plain"]
     source: BackendName  # which backend made it
     sizes: tuple[int, ...] = ()  # come before the operands
-    symbols: tuple[Any, ...] = ()  # whose values ``sizes`` are, as sizes of an environment
+    symbols: tuple[Any, ...] = ()  # that it was compiled with; ``sizes`` are their values
     launches: KernelList | None = None
     written: Callable[..., Any] | None = None
     why_eager: str = ""

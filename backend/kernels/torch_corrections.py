@@ -188,7 +188,7 @@ def values_as_traced() -> Iterator[None]:
         mode = detect_fake_mode(inputs)
         if mode is None or not all(_has_its_value(node, mode) for node in module.graph.nodes):
             return propagate(module, inputs, *rest)
-        _copy_again(module, mode)
+        _renew_copies(module, mode)
         return mode
 
     with mock.patch.object(compile_fx, "fake_tensor_prop", known):
@@ -207,7 +207,7 @@ def _has_its_value(node: torch.fx.Node, mode: FakeTensorMode) -> bool:
     return all(v.fake_mode is mode for v in values if isinstance(v, FakeTensor))
 
 
-def _copy_again(module: torch.fx.GraphModule, mode: FakeTensorMode) -> None:
+def _renew_copies(module: torch.fx.GraphModule, mode: FakeTensorMode) -> None:
     """Computes the fake values of copies, and of what depends on them, again."""
     # A copy that functionalization added has the offset of the view that was written.
     renewed: set[torch.fx.Node] = set()
@@ -307,7 +307,7 @@ def casts_rounded() -> Iterator[None]:
 
 
 @contextmanager
-def sizes_kept_open() -> Iterator[None]:
+def kernels_for_any_size() -> Iterator[None]:
     """Makes graphs lowered inside call PyTorch's kernels where Inductor's are for one size."""
     from torch._inductor.lowering import fallback_handler, lowerings
 

@@ -47,12 +47,12 @@ from .bundles import HEADER, BuiltKernels, Bundles, Promise, guarded, kept, kern
 from .torch_corrections import (
     casts_rounded,
     drawn_in_order,
+    kernels_for_any_size,
     offsets_added_once,
     pads_realized,
     quicker_writing,
     quotients_checked,
     settings,
-    sizes_kept_open,
     sums_tiled_beside,
     values_kept_apart,
 )
@@ -208,10 +208,7 @@ def compile_leaves(
 
 def _changeable(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Returns a copy for Inductor, whose passes change graphs; symbolic sizes are inputs first."""
-    is_sized = has_sizes(module)
-    copied = (
-        with_size_inputs(module, symbols_of(module), "first") if is_sized else copy_graph(module)
-    )
+    copied = with_size_inputs(module, symbols_of(module), "first")
     return values_kept_apart(pads_realized(copied))
 
 
@@ -309,7 +306,8 @@ def _compile(module: torch.fx.GraphModule) -> BoxedCallable:
     for node in input_nodes(module):
         node.meta["val"] = _example(node)
     inputs = [n.meta["val"] for n in input_nodes(module)]
-    with sizes_kept_open() if any(isinstance(x, SIZE_TYPES) for x in inputs) else nullcontext():
+    is_sized = any(isinstance(x, SIZE_TYPES) for x in inputs)
+    with kernels_for_any_size() if is_sized else nullcontext():
         artifact = compile_fx_inner(module, inputs)
     function = getattr(artifact, "current_callable", None)
     return function if function is not None else artifact
