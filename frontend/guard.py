@@ -24,6 +24,7 @@ from ..reuse.evidence.module_state import module_state, walk_modules
 from ..reuse.evidence.root_evidence import Check, CompareFacts, IdentityChecks
 from ..reuse.freeze import same_value
 from ..reuse.ir.program import ModelTensor
+from ..reuse.ir.types import contiguous_stride
 from ..reuse.kinds import is_library
 from ..reuse.process import ProcessLock
 from ..reuse.torch_names import global_hook_tables, is_lazy, memory_id
@@ -364,7 +365,9 @@ def _text(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         leaf = _layout(leaf)
     if isinstance(leaf, tuple) and leaf and isinstance(leaf[0], torch.Size):
-        return f"{str(leaf[2]).removeprefix('torch.')}{list(leaf[0])}"
+        shape, stride, dtype, *_ = leaf
+        strides = "" if stride == contiguous_stride(shape) else f" of strides {stride}"
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)}{strides}"
     return _shown(leaf.value if isinstance(leaf, Constant) else leaf)
 
 

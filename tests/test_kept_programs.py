@@ -70,6 +70,11 @@ def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
         assert sum(bool(entry._batch) for entry in entries) == 2  # our copies of batches
 
 
+def test_arguments_that_differ_in_strides_alone_are_told_apart() -> None:
+    told = guard.shown([torch.ones(2, 3), torch.ones(3, 2).T])
+    assert told == "(float32[2, 3], float32[2, 3] of strides (1, 2))"
+
+
 def test_layouts_are_compared_exactly_whatever_the_callers_modes() -> None:
     tensors = [torch.ones(3, 3, requires_grad=True), torch.ones(2)]
     layouts = TensorLayouts(tensors)

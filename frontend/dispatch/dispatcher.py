@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import CodeType
 from typing import Any, Generic, Literal, NoReturn, TypeAlias
 
@@ -36,7 +37,7 @@ from ..marks import DISPATCHER_ATTRIBUTE
 from ..options import Options
 from ..passes.state import Compilation, Goal, Pass
 from ..report import CompileReport
-from ..sizes.shapes import CompileResult, ShapeCache
+from ..sizes.shapes import CompileResult, ShapeCache, Slices
 from ..tracing.frames import own_model
 from ..tracing.torch_state import is_in_checkpoint, mode_around
 from ..tracing.torch_tracing import is_traced
@@ -83,6 +84,14 @@ class ModuleEntry:
         self._compiled.runtime.rest()
         if self._bridge is not None:
             self._bridge.backwards.rest()
+
+    @cached_property
+    def needs_given(self) -> bool:
+        """Whether a result is, or views, an input, or the forward changes one: no copy will do."""
+        sources = self._compiled.captured.program.sources
+        used = [*self._compiled.facts.view_roots, *(target for _, target in self._writes)]
+        is_given = (isinstance(sources[i], UserInput) for i in used if isinstance(i, int))
+        return any(is_given) or bool(self._switched)
 
     def why_not(self, call: Arguments) -> str:
         """Returns why the program cannot update the arguments of a call as the forward would."""
@@ -163,6 +172,7 @@ class Dispatcher(Generic[AnyEntry]):
         self._made_with = (options, dynamic, names)
         self._forget()
         self._report: CompileReport | None = None
+        self._slices = Slices()
         # Raises for calls that no program fits, if nothing is to be compiled any more.
         self.refuse: Callable[[Inputs], NoReturn] | None = None
 
@@ -439,7 +449,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
         entry = self.entries.fitting(leaves, tree)
         if entry is None:
-            found = self._find_or_rerun(leaves, tree)
+            found = self._find(leaves, tree)
             if isinstance(found, RunEagerly):
                 return self._run_decided(found, args, kwargs)
             entry = found
@@ -459,6 +469,16 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
                     self._accepted.clear()  # a bound on memory: entries are found again
                 self._accepted.add(found.raised)
         return result
+
+    def _find(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> ModuleEntry | RunEagerly:
+        """Finds a program; where layouts of slices keep changing, copies these in ``leaves``."""
+        copied = self._slices.copied(leaves) or leaves
+        found = self.entries.fitting(copied, tree) or self._find_or_rerun(copied, tree)
+        if copied is not leaves and isinstance(found, ModuleEntry) and found.needs_given:
+            self._slices.are_needed = True
+            return self._find_or_rerun(leaves, tree)
+        leaves[:] = copied
+        return found
 
     def _find_or_rerun(
         self, leaves: list[Any], tree: torch_pytree.TreeSpec
