@@ -155,6 +155,34 @@ def test_idle_arenas_are_given_back() -> None:
     assert arenas() == before
 
 
+def of_forces(model: nn.Module, compiled: Any) -> None:
+    x = torch.randn(5, 4, requires_grad=True)
+    (force,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
+    force.square().sum().backward()
+
+
+# How a model runs before it is let go.
+RUNS: dict[str, Callable[[nn.Module, Any], None]] = {
+    "trained": lambda model, compiled: compiled(torch.randn(5, 4)).sum().backward(),
+    "differentiated twice": of_forces,
+    "stepped": lambda model, compiled: compiled_by("step/eager", model)(torch.randn(5, 4)),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_model_that_is_let_go_leaves_none_of_its_graphs(run: str) -> None:
+    known, num_known = [], []
+    for _ in range(3):  # the first one fills caches
+        model = Net().requires_grad_()
+        RUNS[run](model, lazyinline.compile(model, backend="eager"))
+        known += [weakref.ref(part) for part in model.modules()]
+        del model
+        gc.collect()
+        num_known.append(sum(type(held) is torch.fx.Graph for held in gc.get_objects()))
+    assert num_known[1] == num_known[2]
+    assert not any(part() for part in known)
+
+
 def test_a_step_that_ran_can_be_copied_and_pickled() -> None:
     model, x = nn.Linear(3, 3), torch.randn(2, 3)
     step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")

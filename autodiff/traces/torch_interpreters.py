@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import re
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -94,6 +95,8 @@ class NotingInterpreter(ModalInterpreter):
     def _watch(self, functions: Iterable[Any], origin: Origin) -> None:
         """Hooks new autograd functions, to record when each runs."""
         todo = list(functions)
+        # Python finds no cycle that leads through autograd: a strong reference would keep all this.
+        noting = weakref.proxy(self)
         while todo:
             function = todo.pop()
             if function is None or function in self._functions:
@@ -102,7 +105,7 @@ class NotingInterpreter(ModalInterpreter):
             if hasattr(function, "variable"):  # AccumulateGrad, of which nothing is traced
                 continue
             # The engine runs a node's prehooks right before the node, whose operators come next.
-            function.register_prehook(lambda _, origin=origin: self._mark(origin))
+            function.register_prehook(lambda _, origin=origin: noting._mark(origin))
             todo += [f for f, _ in function.next_functions]
 
     def write(self) -> None:
