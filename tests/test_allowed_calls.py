@@ -233,3 +233,18 @@ def test_builtins_that_reach_out_are_not_allowed() -> None:
     assert {f.__name__ for f in named if not is_allowed(f)} <= {*outward, *identity}
     refused = ("input", "open", "breakpoint", *identity)
     assert not any(is_allowed(getattr(builtins, name)) for name in refused)
+
+
+def test_arrays_that_numpy_makes_stand_in_the_program() -> None:
+    # As Fourier operators make their grid: np.linspace converts by a class of its own in C.
+    model = Made(lambda self, x: x * torch.tensor(np.meshgrid(np.linspace(0, 1, 2), [1, 2])[0]))
+    compiled, x = lazyinline.compile(model, backend="eager"), torch.ones(2, 2)
+    assert torch.equal(compiled(x), model(x))
+    assert not compiled.last_report.ran_eagerly
+
+
+def test_what_numpy_calls_is_refused_at_the_line_of_the_model() -> None:
+    compiled = lazyinline.compile(Asks(lambda: np.isclose(1, 2)), backend="eager")
+    compiled(torch.ones(2, 2))
+    assert "_make_extobj" in compiled.last_report.ran_eagerly
+    assert "at test_allowed_calls.py" in compiled.last_report.ran_eagerly

@@ -99,6 +99,7 @@ OF_ALL = [
     *("isinstance(n, numbers.Integral)", "isinstance(n, numbers.Number)"),
     *("isinstance(n, collections.abc.Iterable)", "kind_of(n)", "matched(n)"),
     *("isinstance(n / 2, float)", "isinstance(n > 2, bool)"),
+    *("x.sum(0, keepdim=n > 2).dim()", "x.sum(0, keepdim=n / 2 == 1 or n != 1).dim()"),
 ]
 OF_EACH = [
     *("n.__class__ is int", "type(n) is int", "type(n) == int", "type(n) in (int, float)"),

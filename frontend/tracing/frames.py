@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...reuse.kinds import is_of_library
 from ...reuse.process import own_places
 from .torch_state import ASKED_IN_PYTHON, may_ask, python_getter, settings
 
@@ -118,8 +119,8 @@ def _qualified_name(frame: Any) -> str:
 def user_line() -> str:
     """Returns where the running user code is, such as ``file.py:31 Block.forward``."""
     frame = nearest = user_frame(sys._getframe(1))
-    # For code of Python's own library, the line that called it is shown.
-    while frame is not None and is_standard_frame(frame):
+    # For code of Python's own library or of numpy, the line that called it is shown.
+    while frame is not None and is_of_library(frame.f_globals):
         frame = user_frame(frame.f_back)
     shown = nearest if frame is None else frame
     return "an unknown line" if shown is None else frame_text(shown)

@@ -35,6 +35,7 @@ from .torch_tracing import is_traced
 
 _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _COMPUTES_WITH_SYMBOLS = "sympy"
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 _SIZES = frozenset(("shape", "size", "numel", "stride"))
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _NAMES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
@@ -58,7 +59,8 @@ _HARMLESS_CALLER = ("copy", "deepcopy")
 def sizes_like_numbers() -> Iterator[None]:
     """Makes symbolic sizes look like numbers to the model's Python in this thread.
 
-    If its text is used, or an attribute that only a number has, a size is specialized.
+    If its text is used, or an attribute that only a number has, a size is specialized. A comparison
+    is a condition on the sizes: many of PyTorch's functions take a bool, and no symbolic one.
     """
     thread = threading.get_ident()
     with ExitStack() as undo:
@@ -97,8 +99,16 @@ def _patched(kind: Any, number: Callable[[Any], Any], thread: int) -> Callable[[
     def formatted(self: Any, how: str) -> str:
         return format(number(self), how) if is_asked() else format(shown(self), how)
 
+    def comparing(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def compared(self: Any, other: Any) -> Any:
+            answer = compare(self, other)
+            return bool(answer) if type(answer) is torch.SymBool and is_asked() else answer
+
+        return compared
+
     added = {"__getattribute__": getattribute, "__getattr__": missing, "__format__": formatted}
-    return replace_attributes(kind, {**added, "__repr__": text})
+    own = {name: comparing(vars(kind)[name]) for name in _COMPARISONS if name in vars(kind)}
+    return replace_attributes(kind, {**added, **own, "__repr__": text})
 
 
 def _is_models(frame: FrameType) -> bool:
