@@ -10,6 +10,7 @@ import copy
 import importlib
 import inspect
 import pathlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,24 @@ def test_calls_of_modules_and_reads_of_parameters_can_be_replaced_on_the_class()
     assert seen == ["weight"], "parameters are found by __getattr__, and plain attributes are not"
     assert "__getattribute__" not in vars(nn.Module), "reads are watched by adding one"
     assert nn.Module.__module__ == "torch.nn.modules.module"
+
+
+@contract("._detect_is_causal_mask", "torch.nn.modules.transformer._detect_is_causal_mask")
+@pytest.mark.parametrize("kind", [nn.TransformerEncoder, nn.TransformerDecoder])
+def test_a_stack_of_layers_asks_its_mask_for_a_hint_in_its_forward(kind: Any) -> None:
+    seen: list[Any] = []
+
+    def detect(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        seen.append((sys._getframe(1).f_locals.get("self"), mask))
+        return is_causal is True
+
+    is_encoder, x, mask = kind is nn.TransformerEncoder, torch.randn(1, 3, 4), torch.zeros(3, 3)
+    layer = nn.TransformerEncoderLayer if is_encoder else nn.TransformerDecoderLayer
+    stack = kind(layer(4, 2, 4, batch_first=True), 1)
+    with mock.patch.object(nn.modules.transformer, "_detect_is_causal_mask", detect):
+        stack(x, mask) if is_encoder else stack(x, x, mask)
+    assert [(owner is stack, given is mask) for owner, given in seen] == [(True, True)]
+    assert type(stack.layers[0].self_attn) is nn.MultiheadAttention
 
 
 def test_a_module_keeps_its_state_in_known_tables() -> None:

@@ -169,6 +169,47 @@ def test_texts_one_after_the_other_in_a_row_keep_their_mask() -> None:
     assert outcome.told.told_masks == []
 
 
+class Stacked(nn.Module):
+    """PyTorch's own decoder, which looks at its mask's numbers for a hint."""
+
+    given: Tensor
+
+    def __init__(self, layer: nn.Module, make: str = "made") -> None:
+        super().__init__()
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.make = make
+        self.register_buffer("given", torch.full((TOKENS, TOKENS), -torch.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.layers(x, mask=made if self.make == "made" else self.given)
+
+
+class HintedLayer(nn.TransformerEncoderLayer):
+    """Somebody's layer, which goes by the hint alone."""
+
+    def forward(self, src: Tensor, src_mask: Any, is_causal: bool, **rest: Any) -> Tensor:  # type: ignore[override]
+        heads = src.unflatten(-1, (2, -1)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=is_causal)
+        return src + self.linear2(self.linear1(mixed.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("make", ["made", "a buffer"])
+def test_pytorchs_own_layers_are_compiled_with_a_mask_and_no_hint(make: str) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+    outcome = assert_equals_eager(Stacked(layer, make), (x(),))
+    assert outcome.told.num_block_calls == 2  # the first sees an input without gradient
+    assert not outcome.told.ran_eagerly
+    assert bool(outcome.told.told_masks) == (make == "made")
+
+
+def test_a_layer_that_goes_by_the_hint_gets_eagers() -> None:
+    model = Stacked(HintedLayer(8, 2, 16, dropout=0, batch_first=True))
+    compiled = lazyinline.compile(model, backend="eager")
+    assert torch.equal(compiled(x()), model(x()))
+    assert "value of a tensor" in compiled.last_report.ran_eagerly
+
+
 def program_of(compiled: Any) -> Program:
     return compiled.__dict__["_lazyinline_calls"].entries.first._compiled.captured.program  # type: ignore[no-any-return]
 

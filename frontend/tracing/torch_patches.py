@@ -31,7 +31,9 @@ from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch.autograd.function import _SingleLevelFunction
 from torch.jit._state import _try_get_jit_cached_function
+from torch.nn.modules import transformer
 
+from ...reuse.evidence.module_state import module_state
 from ...reuse.evidence.slots import reveal
 from ...reuse.torch_names import CALL_SLOT
 from .frames import acts_on_modules, is_library_frame, is_torch_frame, is_user_frame
@@ -439,6 +441,33 @@ def patch_control_flow(watcher: _Watcher, thread: int) -> Callable[[], None]:
         return undo.pop_all().close
 
 
+def _patch_hints(watcher: _Watcher, thread: int) -> Callable[[], None]:
+    original = transformer._detect_is_causal_mask
+
+    def detect(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        # It looks at the mask's numbers for a hint, without which PyTorch's layers use the mask: a
+        # causal one is found in the program. Eager drops that one, so it would get no gradient.
+        stack = sys._getframe(1).f_locals.get("self")
+        is_asked = is_causal is None and mask is not None and threading.get_ident() == thread
+        if is_asked and not mask.requires_grad and _takes_hints(stack):
+            return False
+        return original(mask, is_causal, size)
+
+    return replace_attributes(transformer, {"_detect_is_causal_mask": detect})
+
+
+def _takes_hints(stack: Any) -> bool:
+    """Whether all layers are PyTorch's own, which are right without a hint; a user's may not be."""
+    if type(stack) not in (nn.TransformerEncoder, nn.TransformerDecoder):
+        return False
+    layers = module_state(module_state(stack)["_modules"]["layers"])["_modules"].values()
+    return all(
+        type(layer) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        and type(module_state(layer)["_modules"]["self_attn"]) is nn.MultiheadAttention
+        for layer in layers
+    )
+
+
 _PATCHES = (
     patch_control_flow,
     _patch_calls,
@@ -454,4 +483,5 @@ _PATCHES = (
     _patch_answers,
     _patch_texts,
     _patch_output,
+    _patch_hints,
 )
