@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import CodeType
 from typing import Any, Generic, Literal, NoReturn, TypeAlias
 
@@ -24,6 +23,7 @@ from ...reuse.freeze import Identity
 from ...reuse.ir.leaf import current_autocast
 from ...reuse.ir.printer import counted
 from ...reuse.ir.program import Program, UserInput
+from ...reuse.ir.types import is_dense
 from .. import refusals
 from ..autograd.bridge import Bridge, picker
 from ..autograd.torch_engine import current_backward
@@ -37,7 +37,7 @@ from ..marks import DISPATCHER_ATTRIBUTE
 from ..options import Options
 from ..passes.state import Compilation, Goal, Pass
 from ..report import CompileReport
-from ..sizes.shapes import CompileResult, ShapeCache, Slices
+from ..sizes.shapes import CompileResult, ShapeCache
 from ..tracing.frames import own_model
 from ..tracing.torch_state import is_in_checkpoint, mode_around
 from ..tracing.torch_tracing import is_traced
@@ -84,14 +84,6 @@ class ModuleEntry:
         self._compiled.runtime.rest()
         if self._bridge is not None:
             self._bridge.backwards.rest()
-
-    @cached_property
-    def needs_given(self) -> bool:
-        """Whether a result is, or views, an input, or the forward changes one: no copy will do."""
-        sources = self._compiled.captured.program.sources
-        used = [*self._compiled.facts.view_roots, *(target for _, target in self._writes)]
-        is_given = (isinstance(sources[i], UserInput) for i in used if isinstance(i, int))
-        return any(is_given) or bool(self._switched)
 
     def why_not(self, call: Arguments) -> str:
         """Returns why the program cannot update the arguments of a call as the forward would."""
@@ -172,7 +164,6 @@ class Dispatcher(Generic[AnyEntry]):
         self._made_with = (options, dynamic, names)
         self._forget()
         self._report: CompileReport | None = None
-        self._slices = Slices()
         # Raises for calls that no program fits, if nothing is to be compiled any more.
         self.refuse: Callable[[Inputs], NoReturn] | None = None
 
@@ -251,6 +242,8 @@ MAX_ANSWERS = 4
 """The same for numbers that a forward reads from its inputs, as ``int(batch.max())``."""
 MAX_OBJECTS = 3
 """The same for argument objects that hold tensors, which are constants of the program."""
+MAX_SLICES = 8
+"""The same for layouts of slices, such as the last tokens of a text that grows."""
 _BRANCHES_ON = (bool, str, type(None))  # arguments by which a forward may branch
 
 
@@ -270,8 +263,10 @@ class CallKind:
     def of(cls, leaves: Sequence[Any], tree: torch_pytree.TreeSpec, *, training: bool) -> CallKind:
         """Returns the kind of a call with these flat arguments."""
         # Numbers count only by type: a scheduled number would be a new kind at each call.
-        kinds = tuple(x if isinstance(x, _BRANCHES_ON) else type(x) for x in leaves)
-        return cls(tree, kinds, (training, torch.is_grad_enabled(), current_autocast(("cpu",))))
+        kinds = (x if isinstance(x, _BRANCHES_ON) else (type(x), _is_slice(x)) for x in leaves)
+        return cls(
+            tree, tuple(kinds), (training, torch.is_grad_enabled(), current_autocast(("cpu",)))
+        )
 
     def with_hooks(self, model: nn.Module) -> CallKind:
         """Returns the kind of the same call with the hooks that the model's modules have now."""
@@ -320,6 +315,7 @@ class Refusals:
         # A scheduled value differs at each call, and a compile for each would never pay.
         floats = tuple(x.hex() for x in leaves if type(x) is float)
         objects = tuple(Identity(x) for x in leaves if _holds_tensors(x))
+        slices = tuple((x.shape, x.stride()) for x in leaves if _is_slice(x))
         kinds = " and ".join(sorted({type(one.target).__qualname__ for one in objects}))
         registered = "in tensors, lists and dictionaries, or in a dataclass that is registered "
         registered += "with torch.export.register_dataclass"
@@ -327,6 +323,7 @@ class Refusals:
             ("Python floats among the arguments", floats, MAX_FLOATS, "as a 0-d tensor"),
             ("numbers that the forward reads from its inputs", answers, MAX_ANSWERS, "as a size"),
             (f"arguments that hold tensors ({kinds})", objects, MAX_OBJECTS, registered),
+            ("layouts of slices of larger tensors", slices, MAX_SLICES, "as x.contiguous()"),
         ):
             known = self._numbers.pop((call, what), set())
             if numbers:
@@ -449,7 +446,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
         entry = self.entries.fitting(leaves, tree)
         if entry is None:
-            found = self._find(leaves, tree)
+            found = self._find_or_rerun(leaves, tree)
             if isinstance(found, RunEagerly):
                 return self._run_decided(found, args, kwargs)
             entry = found
@@ -469,16 +466,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
                     self._accepted.clear()  # a bound on memory: entries are found again
                 self._accepted.add(found.raised)
         return result
-
-    def _find(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> ModuleEntry | RunEagerly:
-        """Finds a program; where layouts of slices keep changing, copies these in ``leaves``."""
-        copied = self._slices.copied(leaves) or leaves
-        found = self.entries.fitting(copied, tree) or self._find_or_rerun(copied, tree)
-        if copied is not leaves and isinstance(found, ModuleEntry) and found.needs_given:
-            self._slices.are_needed = True
-            return self._find_or_rerun(leaves, tree)
-        leaves[:] = copied
-        return found
 
     def _find_or_rerun(
         self, leaves: list[Any], tree: torch_pytree.TreeSpec
@@ -572,6 +559,12 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
         refusals.check_writes(made.compiled.captured.program)
         return ModuleEntry(made, leaves)
+
+
+def _is_slice(leaf: Any) -> bool:
+    """Whether a tensor has gaps in its memory; kernels are made for its sizes and strides."""
+    is_plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    return is_plain and not leaf.is_nested and not is_dense(leaf.shape, leaf.stride())
 
 
 def _holds_tensors(value: Any, depth: int = 4) -> bool:

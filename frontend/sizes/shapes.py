@@ -14,7 +14,6 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError, check_choice
 from ...reuse.ir.program import Program, UserInput
-from ...reuse.ir.types import contiguous_stride
 from ...reuse.torch_names import memory_id
 from ..capture.capture import Subject, capture_model
 from ..capture.regions import shapes_of
@@ -26,15 +25,12 @@ from ..passes.link import WRONG_SIZES, OverBudgetError
 from ..passes.state import Goal
 from ..refusals import RaisedError, WrongCallError
 from ..report import CompileReport
-from ..tracing.torch_state import have_own_memory
 
 if TYPE_CHECKING:
     from .torch_input_sizes import InputSizes, Names
 
 MAX_SYMBOLIC = 8
 """The most symbolic programs for calls that differ in sizes only; then a shape gets numbers."""
-MAX_SLICES = 3
-"""From which layout of a sliced input on a copy is compiled for."""
 
 
 @dataclass(frozen=True)
@@ -55,41 +51,6 @@ class _Compile:
     shapes: tuple[tuple[int, ...], ...]
     why_static: str = ""  # why its sizes are numbers although sizes vary, if so
     linker: Linker | None = None  # None if its sizes are numbers, or a link failed
-
-
-class Slices:
-    """Inputs of a module's calls that are slices of larger tensors.
-
-    Kernels are made for the strides of such an input, and its sizes are numbers. Where these keep
-    changing (the last tokens of a growing text), programs are made for contiguous copies.
-    """
-
-    def __init__(self) -> None:
-        self._layouts: dict[int, set[object]] = {}  # those of the first calls, by place
-        self.are_needed = False  # whether a copy would not do, since results are views of them
-
-    def copied(self, leaves: Sequence[Any]) -> list[Any] | None:
-        """Returns flat inputs, with copies of the slices that keep changing; None without any."""
-        copies = {
-            id(leaf): leaf.clone(memory_format=torch.contiguous_format)
-            for place, leaf in enumerate(leaves)
-            if not self.are_needed and _is_slice(leaf) and self._keeps_changing(place, leaf)
-        }
-        return [copies.get(id(leaf), leaf) for leaf in leaves] if copies else None
-
-    def _keeps_changing(self, place: int, leaf: torch.Tensor) -> bool:
-        known = self._layouts.setdefault(place, set())
-        if len(known) < MAX_SLICES:
-            known.add((leaf.shape, leaf.stride()))
-        return len(known) == MAX_SLICES
-
-
-def _is_slice(leaf: Any) -> bool:
-    """Whether a tensor without gradient lies as no contiguous one does, in the same order."""
-    if type(leaf) is not torch.Tensor or leaf.requires_grad or not have_own_memory([leaf]):
-        return False
-    is_canonical = leaf.stride() == contiguous_stride(leaf.shape)
-    return not is_canonical and torch.empty_like(leaf, device="meta").is_contiguous()
 
 
 class ShapeCache:
