@@ -29,6 +29,8 @@ from contracts import (
 from hugging_face import example
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.symbol import SymT, make_symbol
 
 import lazyinline
 from lazyinline.backend.gpu.targets import TARGETS
@@ -46,6 +48,7 @@ from lazyinline.backend.kernels.torch_corrections import (
     polynomials_expanded,
     quicker_writing,
     quotients_checked,
+    quotients_of_sizes_named,
     sums_tiled_beside,
     values_as_traced,
     values_kept_apart,
@@ -337,11 +340,37 @@ def test_what_is_lowered_for_one_size_is_pytorchs_kernel_where_sizes_are_open() 
     from torch._inductor.lowering import lowerings
 
     before = [lowerings[one] for one in _FOR_ONE_SIZE]
+    clone = lowerings[aten.clone.default]
     with kernels_for_any_size():
         inside = [lowerings[one] for one in _FOR_ONE_SIZE]
+        assert lowerings[aten.clone.default] is not clone
+    assert lowerings[aten.clone.default] is clone
     assert not any(a is b for a, b in zip(inside, before, strict=True))
     assert all("fallback_handler" in one.__qualname__ for one in inside)
     assert [lowerings[one] for one in _FOR_ONE_SIZE] == before
+
+
+@contract(
+    f"{INDUCTOR}.codegen.common: Kernel.rename_indexing",
+    f"{INDUCTOR}.virtualized.V",
+    f"{INDUCTOR}.sizevars: SizeVarAllocator.lookup_precomputed_size",
+    "torch.utils._sympy: functions.FloorDiv symbol.symbol_is_type",
+)
+def test_a_kernel_takes_a_quotient_of_sizes_as_an_operand() -> None:
+    from torch._inductor.codegen.common import Kernel, KernelArgs
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch._inductor.virtualized import V
+
+    size, x = (make_symbol(k, 0, positive=True, integer=True) for k in (SymT.SIZE, SymT.INDEX))
+    graph, kernel = (
+        types.SimpleNamespace(sizevars=SizeVarAllocator()),
+        types.SimpleNamespace(args=KernelArgs()),
+    )
+    with V.set_graph_handler(graph), quotients_of_sizes_named():
+        found = Kernel.rename_indexing(kernel, FloorDiv(size, 2) * x + FloorDiv(x, size))
+    quotient = graph.sizevars.lookup_precomputed_size(FloorDiv(size, 2))
+    first, second = (sympy.Symbol(kernel.args.sizevars[s]) for s in (quotient, size))
+    assert str(found) == str(first * x + FloorDiv(x, second)), found
 
 
 @contract(f"{INDUCTOR}.sizevars: stride_at_vec_range?", f"{INDUCTOR}.codegen.cpp")

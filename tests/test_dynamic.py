@@ -326,6 +326,29 @@ def test_inductors_kernels_take_images_of_any_size_that_it_keeps_open(
         assert found[-1][:2] == (3, 0) and "Eq(TruncToInt(" in found[-1][2], found
 
 
+def test_a_chain_of_reshapes_is_no_long_index_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:  # patches of four pixels, as MobileViT has them
+        h = self.conv(x).sin()
+        (b, c), (n, m) = h.shape[:2], (size // 2 for size in h.shape[2:])
+        h = h.reshape(b * c * n, 2, m, 2).transpose(1, 2).reshape(b, c, n * m, 4)
+        return h.transpose(1, 3).reshape(b * 4, n * m, c).exp()
+
+    lines, known = list[str](), torch_inductor.kernel_source
+
+    def noted(types: Any, text: str) -> Any:
+        lines.extend(text.splitlines())
+        return known(types, text)
+
+    monkeypatch.setattr(torch_inductor, "kernel_source", noted)
+    images = [[torch.randn(2, 2, *size)] for size in ((8, 12), (12, 20), (16, 24))]
+    model = Made(forward, conv=nn.Conv2d(2, 2, 3, stride=2, padding=1)).requires_grad_(False)
+    with torch_inductor.graph_cache_off():
+        run = assert_equals_eager(model, batches=images, backend="inductor", note=counts)
+    assert run.seen == [(1, 0), (2, 0), (2, 1)]
+    # With each reshape of the chain in the index, or each quotient of sizes, more than 5,000.
+    assert max(map(len, lines)) < 2000
+
+
 @pytest.mark.parametrize("is_as_captured", [True, False])
 def test_a_gradient_is_laid_out_as_the_backward_reads_it_at_every_size(
     is_as_captured: bool, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,9 @@ Each correction of its code generation is a context manager; outside of it Induc
 * Sizes made numbers. The lowerings of adaptive pooling, of nearest upsampling's gradient and, from
   torch 2.13 on, of a convolution's gradient make numbers of the symbolic sizes of an image, so that
   each size was a compile. PyTorch's kernels, which the last one calls anyway, take any size.
+* Long indices. Quotients and remainders by symbolic sizes do not cancel, so a chain of reshapes, as
+  MobileViT has, became one index of 20,000 characters, if sympy came to an end. Each reshape that
+  copies is written to memory instead, and a quotient of sizes is computed once, by the wrapper.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ...reuse.ir.operators import is_view, may_draw
 from ...reuse.process import package_digest
@@ -307,12 +312,48 @@ def casts_rounded() -> Iterator[None]:
 
 
 @contextmanager
+def quotients_of_sizes_named() -> Iterator[None]:
+    """Makes kernels generated inside take each quotient of symbolic sizes as an operand."""
+    from torch._inductor.codegen.common import Kernel
+    from torch._inductor.virtualized import V
+
+    rename = Kernel.rename_indexing
+
+    def renamed(self: Any, index: Any) -> Any:
+        if not isinstance(index, sympy.Expr):
+            return rename(self, index)
+        sizes = V.graph.sizevars
+        index = sizes.simplify(index)  # as the original does first
+        quotients = [q for q in index.atoms(FloorDiv) if _is_of_sizes(q)]
+        return rename(
+            self, index.xreplace({q: sizes.lookup_precomputed_size(q) for q in quotients})
+        )
+
+    with mock.patch.object(Kernel, "rename_indexing", renamed):
+        yield
+
+
+def _is_of_sizes(quotient: Any) -> bool:
+    return all(symbol_is_type(symbol, SymT.SIZE) for symbol in quotient.free_symbols)
+
+
+@contextmanager
 def kernels_for_any_size() -> Iterator[None]:
-    """Makes graphs lowered inside call PyTorch's kernels where Inductor's are for one size."""
+    """Makes graphs lowered inside call PyTorch's kernels where Inductor's are for one size.
+
+    What is cloned is written to memory, so that a chain of reshapes is not one index.
+    """
     from torch._inductor.lowering import fallback_handler, lowerings
 
     kernels = {one: fallback_handler(one, add_to_fallback_set=False) for one in _FOR_ONE_SIZE}
-    with mock.patch.dict(lowerings, kernels):
+    clone = lowerings[aten.clone.default]
+
+    def written(*args: Any, **kwargs: Any) -> Any:
+        made = clone(*args, **kwargs)
+        made.realize()
+        return made
+
+    with mock.patch.dict(lowerings, {**kernels, aten.clone.default: written}):
         yield
 
 

@@ -52,6 +52,7 @@ from .torch_corrections import (
     pads_realized,
     quicker_writing,
     quotients_checked,
+    quotients_of_sizes_named,
     settings,
     sums_tiled_beside,
     values_kept_apart,
@@ -239,6 +240,7 @@ def _corrections() -> Iterator[None]:
         casts_rounded(),
         drawn_in_order(),
         quotients_checked(),
+        quotients_of_sizes_named(),
     ):
         yield
 
