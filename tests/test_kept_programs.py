@@ -167,6 +167,45 @@ def test_a_0d_tensor_is_one_program_for_all_values(way: str) -> None:
     assert num_programs(run) == 1
 
 
+@pytest.mark.parametrize("what", ["attribute", "argument"])
+def test_a_number_that_a_schedule_sets_costs_a_bounded_number_of_compiles(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "MAX_FLOATS", 3)
+    model = Varying()
+    compiled = lazyinline.compile(model, backend="eager")
+    for number in (1, 2, 3, 4, 5, 2):
+        model.size = number if what == "attribute" else 1
+        args = torch.randn(2, 2), number if what == "argument" else 1
+        assert torch.equal(compiled(*args), model(*args))
+        reason = compiled.last_report.ran_eagerly
+        assert bool(reason) == (number > 3)  # the last of them has a program
+        assert not reason or "besides tensors (numbers, attributes)" in reason
+
+
+class Asking(nn.Module):
+    """Runs in parts, six equal ones: a layer asks for a number of what the layer before returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.TransformerEncoderLayer(8, 2, 8, dropout=0) for _ in range(6))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * (1 + (x.max().item() > 0))
+        return x
+
+
+def test_equal_parts_are_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "MAX_FLOATS", 3)
+    model, x = Asking(), torch.randn(2, 2, 8)
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(x), model(x))
+    assert [part.num_programs for part in compiled.last_report.parts] == [1] * 6
+
+
 def test_a_module_runs_eagerly_with_further_values_and_says_what_to_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,7 +23,7 @@ from ...reuse.freeze import Identity
 from ...reuse.ir.leaf import current_autocast
 from ...reuse.ir.printer import counted
 from ...reuse.ir.program import Program, UserInput
-from ...reuse.ir.types import is_dense
+from ...reuse.ir.types import contiguous_stride, is_dense
 from .. import refusals
 from ..autograd.bridge import Bridge, picker
 from ..autograd.torch_engine import current_backward
@@ -236,8 +236,8 @@ class Dispatcher(Generic[AnyEntry]):
 
 _MAX_KINDS = 32
 MAX_FLOATS = 32
-"""The most values of Python float arguments that one kind of call is compiled for; then it runs
-eagerly."""
+"""The most values of Python float arguments, or of attributes, that one kind of call is compiled
+for; then it runs eagerly."""
 MAX_ANSWERS = 4
 """The same for numbers that a forward reads from its inputs, as ``int(batch.max())``."""
 MAX_OBJECTS = 3
@@ -285,7 +285,7 @@ class Refusals:
     def __init__(self) -> None:
         # By kind: to run a call eagerly that could be compiled is slower, but right.
         self._known: dict[CallKind, tuple[str, int, Tries]] = {}
-        self._numbers: dict[tuple[CallKind, str], set[tuple[Any, ...]]] = {}
+        self._numbers: dict[Any, set[tuple[Any, ...]]] = {}  # by kind and what varies
 
     def why_eager(self, call: CallKind) -> str:
         """Returns why a call runs eagerly, or "" if a capture should be tried; counts the call."""
@@ -310,8 +310,8 @@ class Refusals:
         if call in self._known:
             self._known = {known: why for known, why in self._known.items() if known != call}
 
-    def note_numbers(self, call: CallKind, leaves: Sequence[Any], answers: Sequence[int]) -> None:
-        """Remembers the numbers of a call that are constants in its compiled program."""
+    def note_numbers(self, call: CallKind, leaves: Sequence[Any], guard: Guard, one: int) -> None:
+        """Remembers the numbers of a call of module ``one`` that are constants in its program."""
         # A scheduled value differs at each call, and a compile for each would never pay.
         floats = tuple(x.hex() for x in leaves if type(x) is float)
         objects = tuple(Identity(x) for x in leaves if _holds_tensors(x))
@@ -319,17 +319,23 @@ class Refusals:
         kinds = " and ".join(sorted({type(one.target).__qualname__ for one in objects}))
         registered = "in tensors, lists and dictionaries, or in a dataclass that is registered "
         registered += "with torch.export.register_dataclass"
+        answers = "numbers that the forward reads from its inputs"
+        others = "what a forward reads besides tensors (numbers, attributes), for equal sizes,"
+        copied = "as x.clone(memory_format=torch.contiguous_format)"
+        sizes = one, *(x.shape for x in leaves if isinstance(x, torch.Tensor))
         for what, numbers, most, advice in (
             ("Python floats among the arguments", floats, MAX_FLOATS, "as a 0-d tensor"),
-            ("numbers that the forward reads from its inputs", answers, MAX_ANSWERS, "as a size"),
+            (answers, guard.answers, MAX_ANSWERS, "as a size"),
             (f"arguments that hold tensors ({kinds})", objects, MAX_OBJECTS, registered),
-            ("layouts of slices of larger tensors", slices, MAX_SLICES, "as x.contiguous()"),
+            ("layouts of slices of larger tensors", slices, MAX_SLICES, copied),
+            (others, (object(),), MAX_FLOATS, "as a 0-d tensor, or keep it in a buffer"),
         ):
-            known = self._numbers.pop((call, what), set())
+            key = (call, what, sizes if what is others else ())
+            known = self._numbers.pop(key, set())
             if numbers:
                 known.add(tuple(numbers))
                 kept = [*self._numbers.items()][1 - _MAX_KINDS :]
-                self._numbers = {**dict(kept), (call, what): known}
+                self._numbers = {**dict(kept), key: known}
             if len(known) >= most:
                 reason = f"{what} had {most} values, each of which took a compile. Pass what varies"
                 self.note(call, f"{reason} {advice}", "never")
@@ -514,7 +520,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             tries: Tries = "never" if isinstance(error, TooSmallError) else "once more"
             return RunEagerly(str(error), call, tries, raised)
         self._refusals.forget(call)  # it was refused for a side effect that did not come again
-        self._refusals.note_numbers(call, leaves, entry.guard.answers)
+        self._refusals.note_numbers(call, leaves, entry.guard, id(self))
         return entry
 
     # ---- running the model eagerly -------------------------------------------------------
@@ -562,9 +568,11 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
 
 
 def _is_slice(leaf: Any) -> bool:
-    """Whether a tensor has gaps in its memory; kernels are made for its sizes and strides."""
-    is_plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    return is_plain and not leaf.is_nested and not is_dense(leaf.shape, leaf.stride())
+    """Whether a tensor has gaps in its memory, or is one row of one; kernels are made for these."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+        return False
+    is_row = leaf.is_contiguous() and leaf.stride() != contiguous_stride(leaf.shape)
+    return is_row or not is_dense(leaf.shape, leaf.stride())
 
 
 def _holds_tensors(value: Any, depth: int = 4) -> bool:
