@@ -320,7 +320,8 @@ def quotients_of_sizes_named() -> Iterator[None]:
     rename = Kernel.rename_indexing
 
     def renamed(self: Any, index: Any) -> Any:
-        if not isinstance(index, sympy.Expr):
+        is_plain = not isinstance(index, sympy.Expr)
+        if is_plain or not any(map(_is_of_sizes, index.atoms(FloorDiv))):
             return rename(self, index)
         sizes = V.graph.sizevars
         index = sizes.simplify(index)  # as the original does first
