@@ -56,7 +56,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_049, 19),
     "recompute": (1_081, 4),
     "pipeline_parallel": (7_091, 23),
-    "backend": (12_176, 37),
+    "backend": (12_177, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
