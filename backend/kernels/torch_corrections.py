@@ -323,8 +323,8 @@ def quotients_of_sizes_named() -> Iterator[None]:
         is_plain = not isinstance(index, sympy.Expr)
         if is_plain or not any(map(_is_of_sizes, index.atoms(FloorDiv))):
             return rename(self, index)
-        sizes = V.graph.sizevars
-        index = sizes.simplify(index)  # as the original does first
+        graph: Any = V.graph
+        sizes, index = graph.sizevars, graph.sizevars.simplify(index)  # as the original does first
         quotients = [q for q in index.atoms(FloorDiv) if _is_of_sizes(q)]
         return rename(
             self, index.xreplace({q: sizes.lookup_precomputed_size(q) for q in quotients})

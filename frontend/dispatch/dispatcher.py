@@ -569,10 +569,10 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
 
 def _is_slice(leaf: Any) -> bool:
     """Whether a tensor has gaps in its memory, or is one row of one; kernels are made for these."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+    is_plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided
+    if not is_plain or leaf.is_nested or leaf.stride() == contiguous_stride(leaf.shape):
         return False
-    is_row = leaf.is_contiguous() and leaf.stride() != contiguous_stride(leaf.shape)
-    return is_row or not is_dense(leaf.shape, leaf.stride())
+    return leaf.is_contiguous() or not is_dense(leaf.shape, leaf.stride())
 
 
 def _holds_tensors(value: Any, depth: int = 4) -> bool:
