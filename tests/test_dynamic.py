@@ -345,8 +345,9 @@ def test_a_chain_of_reshapes_is_no_long_index_at_any_size(monkeypatch: pytest.Mo
     with torch_inductor.graph_cache_off():
         run = assert_equals_eager(model, batches=images, backend="inductor", note=counts)
     assert run.seen == [(1, 0), (2, 0), (2, 1)]
-    # With each reshape of the chain in the index, or each quotient of sizes, more than 5,000.
-    assert max(map(len, lines)) < 2000
+    # 1,265 with torch 2.14, 2,448 with 2.11; with each reshape of the chain in the index, or each
+    # quotient of sizes written out, more than 5,600 with both.
+    assert max(map(len, lines)) < 3000
 
 
 @pytest.mark.parametrize("is_as_captured", [True, False])
