@@ -13,7 +13,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline.frontend import guard
-from lazyinline.frontend.dispatch import dispatcher
+from lazyinline.frontend.dispatch import limits
 from lazyinline.frontend.sizes import shapes as dynamic
 from lazyinline.frontend.tracing.torch_state import TensorLayouts
 
@@ -171,7 +171,7 @@ def test_a_0d_tensor_is_one_program_for_all_values(way: str) -> None:
 def test_a_number_that_a_schedule_sets_costs_a_bounded_number_of_compiles(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "MAX_FLOATS", 3)
+    monkeypatch.setattr(limits, "MAX_VALUES", 3)
     model = Varying()
     compiled = lazyinline.compile(model, backend="eager")
     for number in (1, 2, 3, 4, 5, 2):
@@ -198,7 +198,7 @@ class Asking(nn.Module):
 
 
 def test_equal_parts_are_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "MAX_FLOATS", 3)
+    monkeypatch.setattr(limits, "MAX_VALUES", 3)
     model, x = Asking(), torch.randn(2, 2, 8)
     compiled = lazyinline.compile(model, backend="eager")
     for _ in range(2):
@@ -209,7 +209,7 @@ def test_equal_parts_are_compiled_however_many_there_are(monkeypatch: pytest.Mon
 def test_a_module_runs_eagerly_with_further_values_and_says_what_to_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatcher, "MAX_FLOATS", 3)
+    monkeypatch.setattr(limits, "MAX_VALUES", 3)
     torch.manual_seed(0)
     net, x = Net(), torch.randn(4, 4)
     run = as_it_runs(net, "compile")

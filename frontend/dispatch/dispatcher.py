@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Generic, Literal, NoReturn, TypeAlias
+from typing import Any, Generic, NoReturn
 
 import torch
 from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import OURS, CaptureError, FinalCaptureError, LazyInlineError, ended_here
-from ...reuse.evidence.module_state import module_state, own_hooks
-from ...reuse.freeze import Identity
-from ...reuse.ir.leaf import current_autocast
+from ...reuse.evidence.module_state import module_state
 from ...reuse.ir.printer import counted
 from ...reuse.ir.program import Program, UserInput
-from ...reuse.ir.types import contiguous_stride, is_dense
 from .. import refusals
 from ..autograd.bridge import Bridge, picker
 from ..autograd.torch_engine import current_backward
@@ -41,6 +38,7 @@ from ..sizes.shapes import CompileResult, ShapeCache
 from ..tracing.frames import own_model
 from ..tracing.torch_state import is_in_checkpoint, mode_around
 from ..tracing.torch_tracing import is_traced
+from .limits import MAX_KINDS, CallKind, Refusals, Tries
 from .torch_slot import call_past_slot, in_slot
 
 
@@ -234,113 +232,6 @@ class Dispatcher(Generic[AnyEntry]):
         """Called after each pass of a compile; may raise to end it."""
 
 
-_MAX_KINDS = 32
-MAX_FLOATS = 32
-"""The most values of Python float arguments, or of attributes, that one kind of call is compiled
-for; then it runs eagerly."""
-MAX_ANSWERS = 4
-"""The same for numbers that a forward reads from its inputs, as ``int(batch.max())``."""
-MAX_OBJECTS = 3
-"""The same for argument objects that hold tensors, which are constants of the program."""
-MAX_SLICES = 8
-"""The same for layouts of slices, such as the last tokens of a text that grows."""
-_BRANCHES_ON = (bool, str, type(None))  # arguments by which a forward may branch
-
-
-@dataclass(frozen=True)
-class CallKind:
-    """The arguments, modes and hooks by which a forward may branch.
-
-    Whether a call can be captured is remembered per kind.
-    """
-
-    tree: torch_pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    modes: tuple[Any, ...]
-    hooks: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(cls, leaves: Sequence[Any], tree: torch_pytree.TreeSpec, *, training: bool) -> CallKind:
-        """Returns the kind of a call with these flat arguments."""
-        # Numbers count only by type: a scheduled number would be a new kind at each call.
-        kinds = (x if isinstance(x, _BRANCHES_ON) else (type(x), _is_slice(x)) for x in leaves)
-        return cls(
-            tree, tuple(kinds), (training, torch.is_grad_enabled(), current_autocast(("cpu",)))
-        )
-
-    def with_hooks(self, model: nn.Module) -> CallKind:
-        """Returns the kind of the same call with the hooks that the model's modules have now."""
-        # The number of hooks, because a hook that is added for each call would be a new kind.
-        counts = [len(own_hooks(module, "forward")) for module in model.modules()]
-        return replace(self, hooks=tuple((i, n) for i, n in enumerate(counts) if n))
-
-
-Tries: TypeAlias = Literal["once more", "doubling", "never"]
-"""When to capture again after a failed capture."""
-
-
-class Refusals:
-    """Remembers which kinds of calls run eagerly, and why; modules that are alike share it."""
-
-    def __init__(self) -> None:
-        # By kind: to run a call eagerly that could be compiled is slower, but right.
-        self._known: dict[CallKind, tuple[str, int, Tries]] = {}
-        self._numbers: dict[Any, set[tuple[Any, ...]]] = {}  # by kind and what varies
-
-    def why_eager(self, call: CallKind) -> str:
-        """Returns why a call runs eagerly, or "" if a capture should be tried; counts the call."""
-        reason, count, tries = self._known.get(call, ("", 0, "never"))
-        # Tried once more at the second call, because the first may have created state in a module.
-        if tries == "never" or (tries == "once more" and count > 1):
-            return reason
-        self._known = {**self._known, call: (reason, count + 1, tries)}
-        # After a side effect, tried at the 2nd, 4th, 8th ... call: filling a cache, for example,
-        # happens only once.
-        return reason if (count + 1).bit_count() > 1 else ""
-
-    def note(self, call: CallKind, reason: str, tries: Tries = "once more") -> None:
-        """Remembers that a call could not be captured."""
-        count = self._known.pop(call, ("", 1, tries))[1]
-        # A new dict, because other threads may be reading the old one.
-        rest = dict([*self._known.items()][1 - _MAX_KINDS :])
-        self._known = {**rest, call: (reason, count, tries)}
-
-    def forget(self, call: CallKind) -> None:
-        """Forgets why a call ran eagerly, after a capture that succeeded."""
-        if call in self._known:
-            self._known = {known: why for known, why in self._known.items() if known != call}
-
-    def note_numbers(self, call: CallKind, leaves: Sequence[Any], guard: Guard, one: int) -> None:
-        """Remembers the numbers of a call of module ``one`` that are constants in its program."""
-        # A scheduled value differs at each call, and a compile for each would never pay.
-        floats = tuple(x.hex() for x in leaves if type(x) is float)
-        objects = tuple(Identity(x) for x in leaves if _holds_tensors(x))
-        slices = tuple((x.shape, x.stride()) for x in leaves if _is_slice(x))
-        kinds = " and ".join(sorted({type(one.target).__qualname__ for one in objects}))
-        registered = "in tensors, lists and dictionaries, or in a dataclass that is registered "
-        registered += "with torch.export.register_dataclass"
-        answers = "numbers that the forward reads from its inputs"
-        others = "what a forward reads besides tensors (numbers, attributes), for equal sizes,"
-        copied = "as x.clone(memory_format=torch.contiguous_format)"
-        sizes = one, *(x.shape for x in leaves if isinstance(x, torch.Tensor))
-        for what, numbers, most, advice in (
-            ("Python floats among the arguments", floats, MAX_FLOATS, "as a 0-d tensor"),
-            (answers, guard.answers, MAX_ANSWERS, "as a size"),
-            (f"arguments that hold tensors ({kinds})", objects, MAX_OBJECTS, registered),
-            ("layouts of slices of larger tensors", slices, MAX_SLICES, copied),
-            (others, (object(),), MAX_FLOATS, "as a 0-d tensor, or keep it in a buffer"),
-        ):
-            key = (call, what, sizes if what is others else ())
-            known = self._numbers.pop(key, set())
-            if numbers:
-                known.add(tuple(numbers))
-                kept = [*self._numbers.items()][1 - _MAX_KINDS :]
-                self._numbers = {**dict(kept), key: known}
-            if len(known) >= most:
-                reason = f"{what} had {most} values, each of which took a compile. Pass what varies"
-                self.note(call, f"{reason} {advice}", "never")
-
-
 class TooSmallError(CaptureError):
     """A program has too few operators: to call it takes longer than it saves."""
 
@@ -468,7 +359,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         if found.refused is not None:  # only now: a call that raises in eager too is not noted
             self._refusals.note(found.refused, found.reason, found.tries)
             if found.raised:
-                if len(self._accepted) >= _MAX_KINDS:
+                if len(self._accepted) >= MAX_KINDS:
                     self._accepted.clear()  # a bound on memory: entries are found again
                 self._accepted.add(found.raised)
         return result
@@ -487,7 +378,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         found = known or self._find_or_compile(leaves, tree)
         rest = {kind: why for kind, why in self._eager_in_checkpoints.items() if kind != call}
         if isinstance(found, RunEagerly):
-            rest = dict([*rest.items()][1 - _MAX_KINDS :]) | {call: found}
+            rest = dict([*rest.items()][1 - MAX_KINDS :]) | {call: found}
         self._eager_in_checkpoints = rest
         return found
 
@@ -520,7 +411,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             tries: Tries = "never" if isinstance(error, TooSmallError) else "once more"
             return RunEagerly(str(error), call, tries, raised)
         self._refusals.forget(call)  # it was refused for a side effect that did not come again
-        self._refusals.note_numbers(call, leaves, entry.guard, id(self))
+        self._refusals.note_compiled(call, leaves, entry.guard, id(self))
         return entry
 
     # ---- running the model eagerly -------------------------------------------------------
@@ -565,24 +456,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
         refusals.check_writes(made.compiled.captured.program)
         return ModuleEntry(made, leaves)
-
-
-def _is_slice(leaf: Any) -> bool:
-    """Whether a tensor has gaps in its memory, or is one row of one; kernels are made for these."""
-    is_plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided
-    if not is_plain or leaf.is_nested or leaf.stride() == contiguous_stride(leaf.shape):
-        return False
-    return leaf.is_contiguous() or not is_dense(leaf.shape, leaf.stride())
-
-
-def _holds_tensors(value: Any, depth: int = 4) -> bool:
-    """Whether an object that is not a registered pytree container holds tensors."""
-    if depth == 0 or isinstance(value, (torch.Tensor, nn.Module, type)):
-        return False
-    table = getattr(value, "__dict__", None)
-    inside = [*table.values()] if isinstance(table, dict) else []
-    inside += value.values() if type(value) is dict else value if type(value) is list else ()
-    return any(isinstance(x, torch.Tensor) or _holds_tensors(x, depth - 1) for x in inside)
 
 
 def dispatcher_of(module: Any) -> ModuleDispatcher | None:

@@ -40,7 +40,8 @@ from ..sizes.shapes import CompileResult
 from ..tracing.frames import warn_user
 from ..tracing.torch_patches import replaced
 from . import torch_slot
-from .dispatcher import ModuleDispatcher, ModuleEntry, Refusals, RunEagerly, TooSmallError
+from .dispatcher import ModuleDispatcher, ModuleEntry, RunEagerly, TooSmallError
+from .limits import Refusals
 
 MIN_NODES = 3
 """The fewest graph nodes of a part's program; smaller parts run on PyTorch's own kernels."""
