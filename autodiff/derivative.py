@@ -22,6 +22,7 @@ from ..reuse.ir.leaf import flat_types, is_active, without_autocast
 from ..reuse.ir.rewrite import packed, unpacked
 from ..reuse.ir.torch_symbols import environment_of
 from ..reuse.ir.types import HOST, StructType, TensorType
+from ..reuse.once import once
 from .leaf_derivative import (
     Cut,
     Derivative,
@@ -74,11 +75,7 @@ class Differentiator:
         self._recipe_for = recipe_for
         self._remember = remember
         self._derivatives: dict[Request, Derivative | None] = {}
-        self._joints: dict[Request, tuple[JointTrace, Recipe]] = {}
         self._sites: dict[Request, tuple[Request | None, ...]] = {}
-        self._activity: dict[tuple[ir.Closure, tuple[bool, ...]], tuple[bool, ...]] = {}
-        self._adders: dict[tuple[TensorType, TensorType], ir.Leaf] = {}
-        self._copiers: dict[tuple[TensorType, TensorType], ir.Leaf] = {}
         self._rerunner = Rerunner()
 
     def vjp(
@@ -123,35 +120,29 @@ class Differentiator:
     @without_autocast()
     def joint(self, request: Request) -> JointTrace | None:
         """Returns the joint graph of a leaf, ready to be cut; None if no gradient flows."""
-        joint, _ = self._traced(request)
+        joint, _ = self._traced(replace(request, choice=None))
         return joint if joint.tangent_outputs and joint.grad_inputs else None
 
-    def _traced(self, request: Request) -> tuple[JointTrace, Recipe]:
-        """Traces a leaf's joint graph, once for all choices."""
+    @once
+    def _traced(self, plain: Request) -> tuple[JointTrace, Recipe]:
+        """Traces a leaf's joint graph, for a request without a choice."""
         # Tracing is expensive, and a choice only cuts the traced graph: a solver that tries many
         # choices traces a leaf once.
-        leaf, plain = request.closure, replace(request, choice=None)
+        leaf = plain.closure
         assert isinstance(leaf, ir.Leaf)
-        if plain not in self._joints:
-            types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
-            # Before the trace: the form that the backend prefers is the one to differentiate.
-            module = recipe.rewrite(leaf.module)
-            joint = JointTrace(
-                module,
-                types,
-                request.inputs,
-                request.outputs,
-                recipe.decompositions,
-                recipe.gradients,
-            )
-            if recipe.joint_pass is not None and joint.tangent_outputs and joint.grad_inputs:
-                joint.graph_module = recipe.joint_pass(joint.graph_module)
-            self._joints[plain] = (joint, recipe)
-        return self._joints[plain]
+        types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
+        # Before the trace: the form that the backend prefers is the one to differentiate.
+        module = recipe.rewrite(leaf.module)
+        joint = JointTrace(
+            module, types, plain.inputs, plain.outputs, recipe.decompositions, recipe.gradients
+        )
+        if recipe.joint_pass is not None and joint.tangent_outputs and joint.grad_inputs:
+            joint.graph_module = recipe.joint_pass(joint.graph_module)
+        return joint, recipe
 
     @without_autocast()
     def _leaf(self, request: Request, leaf: ir.Leaf) -> Derivative | None:
-        joint, recipe = self._traced(request)
+        joint, recipe = self._traced(replace(request, choice=None))
         if not joint.tangent_outputs or not joint.grad_inputs:
             return None
         graph, number = joint.graph_module, joint.num_outputs
@@ -181,44 +172,36 @@ class Differentiator:
         plain = self.of(replace(request, choice=None))
         return None if plain is None else run_again(request.closure, plain, self._rerunner)
 
-    def active_outputs(self, closure: ir.Closure, active: Sequence[bool]) -> tuple[bool, ...]:
+    @once
+    def active_outputs(self, closure: ir.Closure, active: tuple[bool, ...]) -> tuple[bool, ...]:
         """Says which results of a closure may carry a gradient back to the active operands."""
-        key = (closure, tuple(active))
-        if key not in self._activity:
-            if isinstance(closure, ir.Leaf):
-                self._activity[key] = is_active(closure, key[1])
-            else:
-                assert isinstance(closure, ir.Composite)
-                values = active_values(self, closure.program, key[1])
-                self._activity[key] = tuple(v in values for v in closure.program.outputs)
-        return self._activity[key]
+        if isinstance(closure, ir.Leaf):
+            return is_active(closure, active)
+        assert isinstance(closure, ir.Composite)
+        values = active_values(self, closure.program, active)
+        return tuple(v in values for v in closure.program.outputs)
 
-    def adder(self, type_: TensorType, added: TensorType | None = None) -> ir.Leaf:
-        """Returns the closure that adds two values, of one type or (``added``) of two."""
-        types = (type_, added or type_)
-        if types not in self._adders:
-            sized = self._sized() if type_.is_symbolic else None
-            module = traced_operator(torch.ops.aten.add.Tensor, types, type_, sized=sized)
-            leaf = ir.Leaf("add", module, types, (type_,), level="aten", kernels="eager")
-            self._adders[types] = leaf
-        return self._adders[types]
+    @once
+    def adder(self, type_: TensorType, added: TensorType) -> ir.Leaf:
+        """Returns the closure that adds a value to one of a type."""
+        types, sized = (type_, added), self._sized() if type_.is_symbolic else None
+        module = traced_operator(torch.ops.aten.add.Tensor, types, type_, sized=sized)
+        return ir.Leaf("add", module, types, (type_,), level="aten", kernels="eager")
 
     def _sized(self) -> torch.fx.GraphModule | None:
         """Returns the graph of a leaf with symbolic sizes: all have the same shape environment."""
         leaves = (r.closure.module for r in self._derivatives if isinstance(r.closure, ir.Leaf))
         return next((module for module in leaves if environment_of(module) is not None), None)
 
+    @once
     def copier(self, type_: TensorType, copied: TensorType) -> ir.Leaf:
         """Returns the closure that copies a value to another device or dtype."""
-        if (type_, copied) not in self._copiers:
-            name = "offload" if copied.device == HOST else "reload"
-            name = "cast" if copied.device == type_.device else name
-            wanted: dict[str, Any] = {"device": copied.device, "dtype": copied.dtype}
-            options = {key: value for key, value in wanted.items() if getattr(type_, key) != value}
-            module = traced_operator(TO_COPY, [type_], copied, options=options)
-            leaf = ir.Leaf(name, module, (type_,), (copied,), level="aten", kernels="eager")
-            self._copiers[type_, copied] = leaf
-        return self._copiers[type_, copied]
+        name = "offload" if copied.device == HOST else "reload"
+        name = "cast" if copied.device == type_.device else name
+        wanted: dict[str, Any] = {"device": copied.device, "dtype": copied.dtype}
+        options = {key: value for key, value in wanted.items() if getattr(type_, key) != value}
+        module = traced_operator(TO_COPY, [type_], copied, options=options)
+        return ir.Leaf(name, module, (type_,), (copied,), level="aten", kernels="eager")
 
 
 def active_values(
@@ -227,7 +210,7 @@ def active_values(
     """Returns the values of a program that may carry a gradient back to an active input."""
     found = {v for v, flag in zip(program.inputs, active, strict=True) if flag}
     for call in program.calls:
-        flags = [v in found for v in call.args]
+        flags = tuple(v in found for v in call.args)
         if any(flags):
             results = differentiator.active_outputs(call.closure, flags)
             found.update(v for v, flag in zip(call.results, results, strict=True) if flag)
@@ -288,7 +271,7 @@ class _Reversal:
             return
         assert isinstance(cotangent.type, TensorType)
         total = ir.Value(cotangent.type, cotangent.hint)
-        adder = self._make.adder(cotangent.type)
+        adder = self._make.adder(cotangent.type, cotangent.type)
         self._backward.append(ir.Call(adder, (present, cotangent), (total,)))
         self._cotangents[value] = total
 

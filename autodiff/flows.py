@@ -18,6 +18,7 @@ from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, is_active
 from ..reuse.ir.operators import is_draw, is_mutable, is_view, mutated_args
 from ..reuse.ir.rewrite import grouped
+from ..reuse.once import once
 from ..reuse.torch_names import operator_schema
 
 Inputs = frozenset[int]
@@ -242,9 +243,6 @@ def inlined(
 class Draws:
     """Counts the random operators of closures by device, once per different closure."""
 
-    def __init__(self) -> None:
-        self._closures: dict[ir.Closure, Counter[str]] = {}
-
     def of(self, calls: Iterable[ir.Call]) -> Counter[str]:
         """Returns the random operators that some calls run, by device."""
         total: Counter[str] = Counter()
@@ -252,14 +250,12 @@ class Draws:
             total.update(self.of_closure(call.closure))
         return total
 
+    @once
     def of_closure(self, closure: ir.Closure) -> Counter[str]:
         """Returns the random operators that one call of a closure runs, by device."""
-        if closure not in self._closures:
-            nodes = closure.nodes if isinstance(closure, ir.Leaf) else ()
-            inside = closure.program.calls if isinstance(closure, ir.Composite) else ()
-            own = Counter(_device_of(node) for node in nodes if is_draw(node))
-            self._closures[closure] = own + self.of(inside)
-        return self._closures[closure]
+        nodes = closure.nodes if isinstance(closure, ir.Leaf) else ()
+        inside = closure.program.calls if isinstance(closure, ir.Composite) else ()
+        return Counter(_device_of(node) for node in nodes if is_draw(node)) + self.of(inside)
 
 
 def _device_of(node: torch.fx.Node) -> str:

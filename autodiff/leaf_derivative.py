@@ -256,8 +256,8 @@ class _Differentiator(Protocol):
     """Makes the derivatives of bodies; see :class:`.derivative.Differentiator`."""
 
     def of(self, request: Request) -> Derivative | None: ...
-    def active_outputs(self, closure: ir.Closure, active: Sequence[bool]) -> tuple[bool, ...]: ...
-    def adder(self, type_: TensorType) -> ir.Leaf: ...
+    def active_outputs(self, closure: ir.Closure, active: tuple[bool, ...]) -> tuple[bool, ...]: ...
+    def adder(self, type_: TensorType, added: TensorType) -> ir.Leaf: ...
 
 
 def control_derivative(
@@ -366,7 +366,7 @@ class _Repeated:
         types = flat_types(self._body.input_types)
         flags = [i in self._asked.inputs for i in range(len(types))]
         while True:
-            found = differentiator.active_outputs(self._body, flags)[: self._num_carried]
+            found = differentiator.active_outputs(self._body, tuple(flags))[: self._num_carried]
             now = [a or b for a, b in zip(flags, found, strict=False)] + flags[len(found) :]
             if now == flags:
                 carried = range(self._num_carried)
@@ -495,7 +495,7 @@ class _Repeated:
         for i in sums:
             type_ = cotangent_type(body.input_types[i])
             total = ir.Value(type_)
-            calls.append(ir.Call(self._adder(type_), (totals[i], found[i]), (total,)))
+            calls.append(ir.Call(self._adder(type_, type_), (totals[i], found[i]), (total,)))
             found[i] = total
         scanned = [i for i in step.gradient_inputs if count <= i < self._first_same]
         returned = [found[i] for i in (*self._active, *sums, *scanned)]

@@ -21,6 +21,7 @@ from ..reuse.ir.operators import mutated_args
 from ..reuse.ir.rewrite import FlatStructs, grouped, map_leaves
 from ..reuse.ir.torch_symbols import as_literal
 from ..reuse.ir.types import TensorType, contiguous_stride, reach
+from ..reuse.once import once
 from .derivative import Derivative
 from .flows import used_inputs
 from .traces.torch_partition import copy_graph
@@ -53,8 +54,6 @@ class MissingCotangents:
 
     def __init__(self, derivative: Derivative) -> None:
         self._full = derivative
-        self._found: dict[tuple[ir.Closure, tuple[str, ...]], _Found] = {}
-        self._reads: dict[int, frozenset[int]] = {}
         self._eager: dict[ir.Closure, ir.Closure] = {}
         self._taken: dict[frozenset[int], Derivative] = {}
 
@@ -81,13 +80,12 @@ class MissingCotangents:
             self._eager[backward] = ir.Composite(backward.name, program)
         return replace(derivative, backward=self._eager[backward])
 
+    @once
     def reads(self, output: int) -> frozenset[int]:
         """Returns which inputs of the backward (structs as tensors) one output's gradients need."""
-        if output not in self._reads:
-            others = [i for i in self._full.cotangent_outputs if i != output]
-            alone = self.without(others) if others else self._full
-            self._reads[output] = _reads(alone or self._full)
-        return self._reads[output]
+        others = [i for i in self._full.cotangent_outputs if i != output]
+        alone = self.without(others) if others else self._full
+        return _reads(alone or self._full)
 
     def _without(self, unused: frozenset[int]) -> Derivative | None:
         full, backward = self._full, self._full.backward
@@ -108,13 +106,8 @@ class MissingCotangents:
             gradient_inputs=tuple(i for i, flag in gradients if flag != _UNDEFINED),
         )
 
+    @once
     def _of(self, closure: ir.Closure, flags: tuple[str, ...]) -> _Found:
-        key = (closure, flags)
-        if key not in self._found:
-            self._found[key] = self._make(closure, flags)
-        return self._found[key]
-
-    def _make(self, closure: ir.Closure, flags: tuple[str, ...]) -> _Found:
         if _COTANGENT not in flags and _UNDEFINED not in flags:
             return _Found(closure, (_GIVEN,) * len(closure.output_types))
         if isinstance(closure, ir.Leaf):

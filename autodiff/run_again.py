@@ -17,6 +17,7 @@ from ..reuse.ir.operators import is_draw
 from ..reuse.ir.rewrite import grouped, packed, unpacked
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
+from ..reuse.once import once
 from .flows import Draws
 from .leaf_derivative import Derivative, cotangent_type
 from .traces.torch_partition import ancestors, extract
@@ -45,21 +46,17 @@ class Rerunner:
 
     def __init__(self) -> None:
         self._draws = Draws()
-        self._made: dict[tuple[ir.Closure, tuple[int, ...]], Rerun] = {}
 
-    def rerun(self, closure: ir.Closure, needed: Sequence[int]) -> Rerun:
+    @once
+    def rerun(self, closure: ir.Closure, needed: tuple[int, ...]) -> Rerun:
         """Returns the two runs of a forward; the second one returns the ``needed`` outputs.
 
         A closure that also returns a saved struct returns it last; the first run leaves it out.
         """
-        key = (closure, tuple(needed))
-        if key not in self._made:
-            if isinstance(closure, ir.Leaf):
-                self._made[key] = _rerun_leaf(closure, key[1])
-            else:
-                assert isinstance(closure, ir.Composite)
-                self._made[key] = _ProgramRerun(self, closure, key[1]).rerun()
-        return self._made[key]
+        if isinstance(closure, ir.Leaf):
+            return _rerun_leaf(closure, needed)
+        assert isinstance(closure, ir.Composite)
+        return _ProgramRerun(self, closure, needed).rerun()
 
     def draws(self, closure: ir.Closure) -> bool:
         """Returns whether running a closure advances a random generator."""

@@ -21,6 +21,7 @@ from ..reuse.ir.leaf import Stamp, flat_types, without_autocast
 from ..reuse.ir.operators import is_draw, is_primitive, may_draw, mutated_args
 from ..reuse.ir.program import Leaf, Program
 from ..reuse.ir.rewrite import map_leaves
+from ..reuse.once import once
 from .derivative import Derivative, Differentiator, Recipe, Request
 from .traces.joint_trace import draw_mask, trace_forward, with_traced_layout
 from .traces.torch_interpreters import origin_of
@@ -40,7 +41,6 @@ class Reducer:
 
     def __init__(self) -> None:
         self._differentiator = Differentiator(lambda leaf: Recipe())
-        self._reduced: dict[Leaf, Leaf] = {}
 
     def derivative(self, request: Request) -> Derivative | None:
         """Returns a derivative whose halves can be reduced; None if no gradient flows."""
@@ -51,10 +51,9 @@ class Reducer:
         """Returns a program with every leaf reduced, as far as rules are known."""
         return map_leaves(program, self._of_leaf)
 
+    @once
     def _of_leaf(self, leaf: Leaf) -> Leaf:
-        if leaf not in self._reduced:
-            self._reduced[leaf] = _as_primitives(leaf, _rules())
-        return self._reduced[leaf]
+        return _as_primitives(leaf, _rules())
 
 
 def _attention_as_products() -> AbstractContextManager[None]:

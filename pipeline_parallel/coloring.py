@@ -75,7 +75,7 @@ class CallCosts:
         made: set[Value] = set()
         for call in program.calls:
             wanted = [i for i, v in enumerate(call.args) if v in active]
-            flags = [v in active for v in call.args]
+            flags = tuple(v in active for v in call.args)
             results = self.differentiator.active_outputs(call.closure, flags) if wanted else ()
             active.update(v for v, flag in zip(call.results, results, strict=False) if flag)
             seeded = [i for i, flag in enumerate(results) if flag]

@@ -28,6 +28,7 @@ from ..reuse.ir.leaf import flat_types, node_type
 from ..reuse.ir.operators import is_draw, is_view, mutated_args
 from ..reuse.ir.rewrite import grouped, packed, unpacked
 from ..reuse.ir.types import StructType, TensorType
+from ..reuse.once import once
 from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from .cut import Stage
 
@@ -53,19 +54,13 @@ class Halves:
 class Splitter:
     """Splits closures, each once for each choice of early outputs."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[ir.Closure, frozenset[int]], Halves] = {}
-
-    def split(self, closure: ir.Closure, early: Iterable[int]) -> Halves:
+    @once
+    def split(self, closure: ir.Closure, early: frozenset[int]) -> Halves:
         """Returns the halves of a leaf or a composite, given the positions of its early outputs."""
-        key = (closure, frozenset(early))
-        if key not in self._known:
-            if isinstance(closure, ir.Leaf):
-                self._known[key] = _split_leaf(closure, key[1])
-            else:
-                assert isinstance(closure, ir.Composite), "pack and unpack are copied, not split"
-                self._known[key] = _split_body(self, closure, key[1])
-        return self._known[key]
+        if isinstance(closure, ir.Leaf):
+            return _split_leaf(closure, early)
+        assert isinstance(closure, ir.Composite), "pack and unpack are copied, not split"
+        return _split_body(self, closure, early)
 
 
 # ---- programs --------------------------------------------------------------------------------
@@ -116,7 +111,7 @@ def _placed_calls(
         if not own or isinstance(call.closure, ir.Unpack):
             late.append(call)
         elif not is_whole:
-            first, second = _split_call(splitter.split(call.closure, own), call)
+            first, second = _split_call(splitter.split(call.closure, frozenset(own)), call)
             early.append(first)
             late.append(second)
             needed.update(first.args)
@@ -304,7 +299,7 @@ def differentiate_stages(
                 derivative = differentiator.of(request)
                 assert derivative is not None
             if halves:
-                split = splitter.split(derivative.backward, range(len(sent)))
+                split = splitter.split(derivative.backward, frozenset(range(len(sent))))
         found.append(StageDerivative(stage, derivative, request, split, sent, arriving))
         arriving = sent
     return found[::-1]

@@ -23,6 +23,7 @@ from ..reuse.ir.costs import OperatorCosts, flops, is_free, is_heavy
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.operators import is_view
 from ..reuse.ir.types import TensorType
+from ..reuse.once import once
 from ..reuse.torch_names import RESHAPES
 from . import solver
 from .solver import CutProblem
@@ -120,8 +121,6 @@ class Planner:
         self._make = differentiator
         self._costs = costs
         self._sizes = sizes or SizesAt()
-        self._problems: dict[Request, CutProblem] = {}
-        self._frontiers: dict[Request, tuple[Variant, ...]] = {}
 
     # ---- policies ------------------------------------------------------------------------
 
@@ -173,21 +172,19 @@ class Planner:
 
     # ---- variants ------------------------------------------------------------------------
 
+    @once
     def frontier(self, request: Request) -> tuple[Variant, ...]:
         """Returns the Pareto-optimal variants of a closure, fewest bytes first."""
-        if request not in self._frontiers:
-            if isinstance(request.closure, ir.Leaf):
-                cuts = solver.frontier(self._problem(request), _NUM_POINTS)
-                made = [
-                    Variant(Cut(c.saved, c.offloaded), c.num_bytes, c.extra_s, c.extra_flops)
-                    for c in cuts
-                ]
-                variants = [self.of_recipe(request), *made]
-            else:
-                variants = self._inner_variants(request)
-            points = solver.pareto(variants, lambda v: (v.num_bytes, v.extra_s))
-            self._frontiers[request] = tuple(points)
-        return self._frontiers[request]
+        if isinstance(request.closure, ir.Leaf):
+            cuts = solver.frontier(self._problem(request), _NUM_POINTS)
+            made = [
+                Variant(Cut(c.saved, c.offloaded), c.num_bytes, c.extra_s, c.extra_flops)
+                for c in cuts
+            ]
+            variants = [self.of_recipe(request), *made]
+        else:
+            variants = self._inner_variants(request)
+        return tuple(solver.pareto(variants, lambda v: (v.num_bytes, v.extra_s)))
 
     def few(self, request: Request) -> tuple[Variant, ...]:
         """Returns at most three variants, for a closure that is called inside other composites."""
@@ -271,14 +268,11 @@ class Planner:
         extra_s, extra_flops = sum(v.extra_s for v in inner), sum(v.extra_flops for v in inner)
         return Variant(choice, num_bytes, extra_s, extra_flops)
 
+    @once
     def _problem(self, request: Request) -> CutProblem:
-        if request not in self._problems:
-            joint = self._make.joint(request)
-            assert joint is not None, "a site has a gradient"
-            self._problems[request] = CutProblem.of(
-                joint.graph_module, joint.num_outputs, self._costs, self._sizes
-            )
-        return self._problems[request]
+        joint = self._make.joint(request)
+        assert joint is not None, "a site has a gradient"
+        return CutProblem.of(joint.graph_module, joint.num_outputs, self._costs, self._sizes)
 
 
 def _per_call(request: Request, found: Mapping[int, Choice | None]) -> Choice | None:

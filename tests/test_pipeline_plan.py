@@ -356,7 +356,7 @@ def test_halves_together_give_what_the_whole_gives(structs: bool) -> None:
         closure = Composite("whole", program)
         count = len(program.outputs)
         early = rng.sample(range(count), rng.randint(0, count))
-        halves = Splitter().split(closure, early)
+        halves = Splitter().split(closure, frozenset(early))
         args = random_arguments(program, seed)
         expected = interpret(program, args)
         results: dict[int, Any] = {}
@@ -383,7 +383,7 @@ def test_no_operator_but_views_runs_in_both_halves() -> None:
     derivative = differentiator.vjp(block, wanted, [0])
     assert derivative is not None
     state = derivative.gradient_inputs.index(names.index("x_BTD"))
-    halves = Splitter().split(derivative.backward, [state])
+    halves = Splitter().split(derivative.backward, frozenset([state]))
     assert halves.early is not None and halves.late is not None
     products = [
         sum(n.target is torch.ops.aten.mm.default for n in half.nodes)  # type: ignore[union-attr]

@@ -27,6 +27,7 @@ from ...reuse.ir.operators import is_draw, mutated_args
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
 from ...reuse.ir.torch_symbols import SizedInterpreter
 from ...reuse.ir.types import TensorType
+from ...reuse.once import once
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..traces.joint_trace import trace_for_rules, trace_function, with_layout_of
 from ..traces.torch_interpreters import origin_of, stop_in_trace
@@ -233,17 +234,9 @@ class ForwardDerivative:
 class ForwardDerivatives:
     """Makes forward derivatives, once per closure, series and pattern of zero coefficients."""
 
-    def __init__(self) -> None:
-        self._derivatives: dict[ForwardRequest, ForwardDerivative] = {}
-        self._plain: dict[Leaf, torch.fx.GraphModule] = {}
-
+    @once
     def of(self, request: ForwardRequest) -> ForwardDerivative:
         """Returns the forward derivative for a request; PlanError if an operator has none."""
-        if request not in self._derivatives:
-            self._derivatives[request] = self._made(request)
-        return self._derivatives[request]
-
-    def _made(self, request: ForwardRequest) -> ForwardDerivative:
         closure = request.closure
         # No input is active: the closure itself is used, and not compiled a second time.
         if not any(request.inputs):
@@ -290,11 +283,9 @@ class ForwardDerivatives:
 
     # ---- leaves --------------------------------------------------------------------------
 
+    @once
     def _decomposed(self, leaf: Leaf) -> torch.fx.GraphModule:
-        if leaf not in self._plain:
-            types = flat_types(leaf.input_types)
-            self._plain[leaf] = trace_for_rules(leaf.module, types, decompositions())
-        return self._plain[leaf]
+        return trace_for_rules(leaf.module, flat_types(leaf.input_types), decompositions())
 
     @without_autocast()
     def _leaf(self, request: ForwardRequest, leaf: Leaf) -> ForwardDerivative:

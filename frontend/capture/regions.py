@@ -35,6 +35,7 @@ from ...reuse.ir.leaf import memory_of
 from ...reuse.ir.operators import is_mutable, may_draw
 from ...reuse.ir.program import Control, ModelTensor, Program, RecomputeMark, Source, UserInput
 from ...reuse.ir.types import TensorType
+from ...reuse.once import once
 from ...reuse.torch_names import memory_id, module_of
 from ..tracing.torch_state import Reading, why_no_memory
 from ..tracing.torch_tracing import made_of, untraced_numbers, written_by
@@ -169,16 +170,10 @@ def text_of_keys(keys: Sequence[InitKey]) -> str:
 class InitKeys:
     """Reads the keys of instances; inspects each class's constructor once."""
 
-    def __init__(self) -> None:
-        self._parameters: dict[type, Mapping[str, Any]] = {}
-
     def key(self, module: nn.Module) -> InitKey:
         """Returns the key of an instance."""
-        cls = type(module)
-        if cls not in self._parameters:
-            self._parameters[cls] = _parameters(cls)
         found, places = dict[str, InitArgument](), _near(module)
-        for name, default in self._parameters[cls].items():
+        for name, default in self._parameters(type(module)).items():
             # Only plain attributes: a parameter ``bias`` is not the argument ``bias=True``.
             held = (module_state(place).get(name, _UNKNOWN) for place in places)
             # Constructors pass arguments on, so an attribute of the nearest sub-module counts too.
@@ -187,22 +182,22 @@ class InitKeys:
                 described = _described(value)
                 is_alike = type(value) is type(default) and described == _described(default)
                 found[name] = InitArgument(*described, value is default or is_alike)
-        return InitKey(cls.__name__, found)
+        return InitKey(type(module).__name__, found)
 
-
-def _parameters(cls: type) -> Mapping[str, Any]:
-    """Returns the parameters of a module class's constructor, with their defaults."""
-    owner = next((base for base in cls.__mro__ if "__init__" in vars(base)), object)
-    init = vars(owner).get("__init__")
-    if owner in (nn.Module, object) or not inspect.isfunction(init):
-        return {}
-    try:
-        parameters = list(inspect.signature(init).parameters.values())[1:]
-    except (TypeError, ValueError):
-        return {}
-    return {
-        p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
+    @once
+    def _parameters(self, cls: type) -> Mapping[str, Any]:
+        """Returns the parameters of a module class's constructor, with their defaults."""
+        owner = next((base for base in cls.__mro__ if "__init__" in vars(base)), object)
+        init = vars(owner).get("__init__")
+        if owner in (nn.Module, object) or not inspect.isfunction(init):
+            return {}
+        try:
+            parameters = list(inspect.signature(init).parameters.values())[1:]
+        except (TypeError, ValueError):
+            return {}
+        return {
+            p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
 
 
 def _near(module: nn.Module) -> list[nn.Module]:

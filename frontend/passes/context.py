@@ -48,6 +48,7 @@ from ...reuse.ir.program import Composite, Leaf, Program, RecomputeMark, Run, wa
 from ...reuse.ir.rewrite import map_leaves
 from ...reuse.ir.torch_symbols import Values
 from ...reuse.ir.torch_updates import is_update
+from ...reuse.once import once
 from ..options import Options
 from ..report import CompileReport, Progress
 
@@ -177,7 +178,6 @@ class Context:
         self.progress = Progress()  # the progress bar
         self.estimates = Estimates(fuses=options.backend == "inductor")
         self._leaves: dict[Any, Leaf] = {}
-        self._decomposed: dict[Leaf, Leaf] = {}
         self._unaligned: dict[Leaf, frozenset[int]] = {}
 
     def report(self, *, train: bool) -> CompileReport:
@@ -207,19 +207,15 @@ class Context:
 
     def decomposed(self, program: Program) -> Program:
         """Decomposes the composite operators of each leaf."""
+        return map_leaves(program, self._decomposed_leaf)
 
-        # Keyed by the leaf object: all blocks that share a closure are one entry.
-        def of_leaf(leaf: Leaf) -> Leaf:
-            if leaf.level == "aten":
-                return leaf
-            if leaf.bodies:
-                return replace(leaf, level="aten")
-            if leaf not in self._decomposed:
-                make = partial(decompose_leaf, leaf, self.backend)
-                self._decomposed[leaf] = self.cache.decomposed(leaf, make)
-            return self._decomposed[leaf]
-
-        return map_leaves(program, of_leaf)
+    @once
+    def _decomposed_leaf(self, leaf: Leaf) -> Leaf:
+        if leaf.level == "aten":
+            return leaf
+        if leaf.bodies:
+            return replace(leaf, level="aten")
+        return self.cache.decomposed(leaf, partial(decompose_leaf, leaf, self.backend))
 
     def lower(self, programs: Iterable[Program]) -> list[Leaf]:
         """Makes the kernels that programs need; returns the leaves that had none."""

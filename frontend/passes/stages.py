@@ -106,7 +106,9 @@ class StageRecompute:
         plain = self._state.plain[stage.index]
         halves = None
         if self._table.splits_backward:
-            halves = Splitter().split(derivative.backward, range(len(plain.gradients_sent)))
+            halves = Splitter().split(
+                derivative.backward, frozenset(range(len(plain.gradients_sent)))
+            )
         derived = replace(plain, derivative=derivative, request=request, halves=halves)
         # Linked as the rank will run it: what a micro-batch holds depends on where halves end.
         state = replace(self._state, programs=named_parts([derived]))

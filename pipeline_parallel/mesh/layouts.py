@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...reuse.errors import PlanError, door
+from ...reuse.once import once
 from .plan import check_mesh
 
 
@@ -153,7 +154,6 @@ class Moves:
     def __init__(self, axes: Sequence[Axis]) -> None:
         self._axes = tuple(axes)
         self.sizes = tuple(axis.size for axis in axes)
-        self._known: dict[tuple[Layouts, Layouts], Move] = {}
 
     def steps(self, before: Layouts, after: Layouts, num_bytes: int) -> list[Step]:
         """Returns the steps that redistribute a tensor of so many bytes."""
@@ -165,12 +165,6 @@ class Moves:
         move = self._move(before, after)
         return move.fixed_s + move.byte_s * num_bytes
 
-    def _move(self, before: Layouts, after: Layouts) -> Move:
-        key = (before, after)
-        if key not in self._known:
-            self._known[key] = self._found(before, after)
-        return self._known[key]
-
     def step_s(self, kind: str, axis: int, num_bytes: float) -> tuple[float, float]:
         """Returns the seconds of a step without bytes, and the seconds that its bytes add."""
         if kind == "slice":
@@ -181,7 +175,8 @@ class Moves:
             sent *= 2
         return rates.latency_s, sent / rates.bytes_per_s
 
-    def _found(self, before: Layouts, after: Layouts) -> Move:
+    @once
+    def _move(self, before: Layouts, after: Layouts) -> Move:
         present, steps = list(before), list[tuple[str, int, float]]()
         for axis, target in _targets(before, after):
             for kind, reached in _steps_on_axis(present[axis], target, self.sizes[axis]):

@@ -18,6 +18,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array
 
 from ...reuse.errors import PlanError
+from ...reuse.once import once
 from .choices import Choices, Edge, Group, Item
 from .layouts import Layouts, Moves
 
@@ -81,7 +82,6 @@ class Problem:
             self._costs += list(group.seconds)
             self._equal([(first + i, 1.0) for i in range(len(group))], 1.0)
         self.num_options = len(self._costs)
-        self._columns: dict[tuple[Item, int, bool], dict[Layouts, list[int]]] = {}
         for edges in sharing(choices.edges):
             self._add(edges)
 
@@ -186,15 +186,12 @@ class Problem:
         # A redistribution from (or to) a layout happens exactly if an option with it is chosen.
         self._equal([(o, 1.0) for o in options] + [(f, -1.0) for f in flows], 0.0)
 
-    def _by_layout(self, item: Item, number: int, *, is_output: bool) -> dict[Layouts, list[int]]:
-        key = (item, number, is_output)
-        if key not in self._columns:
-            first, table = self._first[item.group], defaultdict[Layouts, list[int]](list)
-            layouts = item.group.layouts(item, number, is_output=is_output)
-            for option, one in enumerate(layouts):
-                table[one].append(first + option)
-            self._columns[key] = table
-        return self._columns[key]
+    @once
+    def _by_layout(self, item: Item, number: int, is_output: bool) -> dict[Layouts, list[int]]:
+        first, table = self._first[item.group], defaultdict[Layouts, list[int]](list)
+        for option, one in enumerate(item.group.layouts(item, number, is_output=is_output)):
+            table[one].append(first + option)
+        return table
 
     def _new(self, cost: float) -> int:
         self._costs.append(cost)
@@ -204,8 +201,8 @@ class Problem:
         """Adds the edges of one tensor, which is redistributed to each layout once."""
         made: dict[tuple[Layouts, Layouts], list[int]] = defaultdict(list)
         for edge in edges:
-            before = self._by_layout(edge.source, edge.output, is_output=True)
-            after = self._by_layout(edge.target, edge.operand, is_output=False)
+            before = self._by_layout(edge.source, edge.output, True)
+            after = self._by_layout(edge.target, edge.operand, False)
             into: dict[Layouts, list[int]] = {layouts: [] for layouts in after}
             for given, options in before.items():
                 out = []

@@ -27,6 +27,7 @@ from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import Leaf, input_nodes, outputs_of
 from ...reuse.ir.types import TensorType, is_dense
+from ...reuse.once import once
 from ...reuse.torch_names import RESHAPES
 from ..process_groups import first_line
 from . import torch_parts, torch_sharding_rules
@@ -156,7 +157,6 @@ class _Sharding(torch.fx.Interpreter):
         self._replicated = replicated(mesh)
         self.output_layouts: list[Placements] = []
         self.whole: dict[str, None] = {}
-        self._redistributed: dict[tuple[torch.fx.Node, Placements], DTensor] = {}
 
     def local_results(self, given: Sequence[DTensor]) -> tuple[torch.Tensor, ...]:
         """Runs the graph; returns this rank's shards of the results."""
@@ -196,12 +196,10 @@ class _Sharding(torch.fx.Interpreter):
         self.env.update(as_made)
         return result
 
+    @once
     def _in_layout(self, node: torch.fx.Node, layout: Placements) -> DTensor:
         """Returns a node's tensor redistributed, which is done once for all its readers."""
-        key = (node, layout)
-        if key not in self._redistributed:
-            self._redistributed[key] = self._placed(self._as_dtensor(self.env[node]), layout)
-        return self._redistributed[key]
+        return self._placed(self._as_dtensor(self.env[node]), layout)
 
     def _computed(self, node: torch.fx.Node, layouts: NodeLayouts | None) -> Any:
         self._sum_partial_operands(node)

@@ -19,6 +19,7 @@ from torch import nn
 from ..freeze import Freezer, describe
 from ..ir.types import TensorType
 from ..kinds import ABSENT, own_table
+from ..once import once
 from ..torch_names import bytes_if_known, memory_id
 from .module_state import raw_attribute
 
@@ -299,17 +300,15 @@ class FoundSlots:
     def __init__(self, arguments: Sequence[Any], modules: Mapping[str, nn.Module]) -> None:
         self._arguments = arguments
         self._modules = modules
-        self._at: dict[Way, Any] = {}
         self.tensors: list[torch.Tensor] = []
 
+    @once
     def at(self, way: Way) -> Any:
         """Returns what a way leads to, or ABSENT."""
         if len(way) == 1:
             return self._arguments[way[0]]
-        # Cached, since many ways begin with the same steps.
-        if way not in self._at:
-            self._at[way] = held_at(self.at(way[:-1]), self.step(way[-1]))
-        return self._at[way]
+        # Kept, since many ways begin with the same steps.
+        return held_at(self.at(way[:-1]), self.step(way[-1]))
 
     def step(self, step: Step) -> Step:
         """Returns a step with this instance's module in it."""

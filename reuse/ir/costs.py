@@ -20,6 +20,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
+from ..once import once
 from ..torch_names import matmul_precision, operator_schema, schema_of
 from .operators import is_elementwise, is_mutable, is_view
 from .program import Closure, Composite, Leaf, Program
@@ -182,22 +183,17 @@ class ProgramCosts:
 
     def __init__(self, costs: OperatorCosts) -> None:
         self._costs = costs
-        self._closures: dict[Closure, Cost] = {}
 
+    @once
     def closure(self, closure: Closure) -> Cost:
         """Returns the cost of one call of a closure."""
-        if closure not in self._closures:
-            self._closures[closure] = self._measured(closure)
-        return self._closures[closure]
-
-    def program(self, program: Program) -> Cost:
-        """Returns the cost of one run of a program."""
-        return sum((self.closure(call.closure) for call in program.calls), Cost())
-
-    def _measured(self, closure: Closure) -> Cost:
         if isinstance(closure, Composite):
             return self.program(closure.program)
         if isinstance(closure, Leaf):
             nodes = (node for node in closure.nodes if not is_free(node))
             return sum(map(self._costs.of, nodes), Cost())
         return Cost()
+
+    def program(self, program: Program) -> Cost:
+        """Returns the cost of one run of a program."""
+        return sum((self.closure(call.closure) for call in program.calls), Cost())

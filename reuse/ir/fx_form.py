@@ -23,6 +23,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from ..errors import ExportError, ParseError
+from ..once import once
 from ..torch_pytree import Nested
 from . import program as ir
 from . import torch_symbols
@@ -258,15 +259,12 @@ class _ToFx:
         body.output()
         return torch.fx.GraphModule(root, graph)
 
+    @once
     def _closure(self, closure: ir.Closure) -> nn.Module:
-        if closure not in self._modules:
-            sizes = self._sizes[closure]
-            self._modules[closure] = (
-                self.module(closure.program, sizes)
-                if isinstance(closure, ir.Composite)
-                else _leaf_module(closure, sizes)  # type: ignore[arg-type]
-            )
-        return self._modules[closure]
+        sizes = self._sizes[closure]
+        if isinstance(closure, ir.Composite):
+            return self.module(closure.program, sizes)
+        return _leaf_module(closure, sizes)  # type: ignore[arg-type]
 
 
 def _leaf_module(leaf: ir.Leaf, sizes: Sequence[Any]) -> LeafModule:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from ..once import once
 from .control import with_bodies
 from .leaf import flat_types
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, walk_closures
@@ -71,9 +72,6 @@ def unpacked(struct: Value, fields: Iterable[Value] | None = None) -> Call:
 class FlatStructs:
     """Replaces structs by the values in them, once per closure."""
 
-    def __init__(self) -> None:
-        self._closures: dict[Closure, Closure] = {}
-
     def program(self, program: Program) -> Program:
         """Returns the program with each struct replaced by the values in it."""
         parts: dict[Value, tuple[Value, ...]] = {}
@@ -101,13 +99,9 @@ class FlatStructs:
             outputs=taken(program.outputs),
         )
 
+    @once
     def closure(self, closure: Closure) -> Closure:
         """Returns the closure without struct values, the same one each time."""
-        if closure not in self._closures:
-            self._closures[closure] = self._made(closure)
-        return self._closures[closure]
-
-    def _made(self, closure: Closure) -> Closure:
         if isinstance(closure, Composite):
             return Composite(closure.name, self.program(closure.program))
         assert isinstance(closure, Leaf)
