@@ -23,12 +23,11 @@ from ..reuse import torch_pytree
 from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.costs import CPU, CUDA, Rates
-from ..reuse.ir.program import Leaf, RecomputeMark, walk_closures
+from ..reuse.ir.program import RecomputeMark
 from ..reuse.ir.types import TensorType
 from .compiler import Compiler
 from .marks import shard_mark
 from .options import LossModel, Options
-from .passes.numbers import note_examples
 from .passes.programs import tensor_name
 from .passes.state import Compilation, Goal, Judge, OnMesh, Planner, Subject
 
@@ -135,15 +134,7 @@ def _given(
     def names_of(source: str) -> Sequence[str]:
         return names[tensor_name(source)]
 
-    return with_joint_projections(plan, lambda: _with_examples(make_step("")), names_of)
-
-
-def _with_examples(step: StepProgram) -> StepProgram:
-    """Returns a step whose nodes have ``meta["val"]``, which leaves from the cache lack."""
-    for closure in walk_closures(step.program):
-        if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
-            note_examples(closure)
-    return step
+    return with_joint_projections(plan, lambda: make_step(""), names_of)
 
 
 def _found(
@@ -158,7 +149,7 @@ def _found(
     rates, axes = asked.rates()
 
     def plan_of(policy: RecomputeMark) -> FoundPlan:
-        step = _with_examples(make_step(policy))
+        step = make_step(policy)
         own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
         memory = asked.memory_bytes_per_rank
         found = find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)

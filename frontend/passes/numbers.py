@@ -9,38 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.fx
-
-from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
 from ...backend.kernels.lower import kernel_at, numbered
 from ...backend.launches.kernel_list import SymbolicList
 from ...backend.link.link import FlatProgram, Launch
 from ...reuse.errors import PlanError
 from ...reuse.ir import torch_symbols
-from ...reuse.ir.leaf import ModalInterpreter, flat_types, without_autocast
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, Value
 from .context import Context
 from .state import State
-
-
-@without_autocast()
-def note_examples(leaf: Leaf) -> None:
-    """Sets ``meta["val"]`` of each node of a leaf, by a run on fake tensors."""
-    mode = new_fake_mode()
-    inputs = [fake_tensor(mode, t) for t in flat_types(leaf.input_types)]
-    with mode, torch.no_grad():
-        _Refreshing(leaf.module).run_flat(inputs)
-
-
-class _Refreshing(ModalInterpreter):
-    """Sets ``meta["val"]`` of each node in one run, so that views share storage with their base."""
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op != "output":
-            n.meta["val"] = result
-        return result
 
 
 def results_at(program: Program, values: torch_symbols.Values) -> Program:
