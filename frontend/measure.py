@@ -14,7 +14,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
@@ -287,13 +287,11 @@ def _objective(result: Any, outputs: Mapping[str, torch.Tensor]) -> tuple[Any, A
     return ends, [ramp.view_as(t).to(t.dtype) for ramp, t in zip(ramps, ends, strict=True)]
 
 
-@contextmanager
-def generators_kept() -> Iterator[None]:
+def generators_kept() -> AbstractContextManager[Any]:
     """Restores the random generators at the end."""
     # Only if CUDA is in use, because reading the state of a GPU's generator initializes CUDA.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(gpus):
-        yield
+    return torch.random.fork_rng(gpus)
 
 
 def errors(actual: Step, expected: Step) -> Errors:

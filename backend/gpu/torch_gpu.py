@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,7 @@ def gpu_described(target: Target) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def kernels_as_text() -> Iterator[None]:
+def kernels_as_text() -> AbstractContextManager[Any]:
     """Makes Inductor's generated code hold its Triton kernels as text."""
     from torch._inductor.async_compile import AsyncCompile
 
@@ -74,8 +73,7 @@ def kernels_as_text() -> Iterator[None]:
     ) -> TritonKernel:
         return TritonKernel(kernel_name, source_code)
 
-    with mock.patch.object(AsyncCompile, "triton", text):
-        yield
+    return mock.patch.object(AsyncCompile, "triton", text)
 
 
 def _forget_gpus() -> None:

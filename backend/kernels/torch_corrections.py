@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -157,16 +157,13 @@ def home_of_strides() -> Any:
     return sizevars if hasattr(sizevars, "stride_at_vec_range") else cpp  # before torch 2.13
 
 
-@contextmanager
-def polynomials_expanded() -> Iterator[None]:
+def polynomials_expanded() -> AbstractContextManager[Any]:
     """Makes Inductor expand an index that is a polynomial instead of simplifying it."""
     home = home_of_strides()
-    with mock.patch.object(home, "sympy", _Sympy(home.sympy)):
-        yield
+    return mock.patch.object(home, "sympy", _Sympy(home.sympy))
 
 
-@contextmanager
-def dtype_rules_made_once() -> Iterator[None]:
+def dtype_rules_made_once() -> AbstractContextManager[Any]:
     """Makes Inductor fill its dtype rules only once inside."""
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 
@@ -178,12 +175,10 @@ def dtype_rules_made_once() -> Iterator[None]:
             fill(self)
             filled = True
 
-    with mock.patch.object(DtypePropagationOpsHandler, "__init__", fill_once):
-        yield
+    return mock.patch.object(DtypePropagationOpsHandler, "__init__", fill_once)
 
 
-@contextmanager
-def values_as_traced() -> Iterator[None]:
+def values_as_traced() -> AbstractContextManager[Any]:
     """Makes Inductor use the fake values that nodes have, if all have one of the right mode."""
     from torch._inductor import compile_fx
 
@@ -196,8 +191,7 @@ def values_as_traced() -> Iterator[None]:
         _renew_copies(module, mode)
         return mode
 
-    with mock.patch.object(compile_fx, "fake_tensor_prop", known):
-        yield
+    return mock.patch.object(compile_fx, "fake_tensor_prop", known)
 
 
 def _has_its_value(node: torch.fx.Node, mode: FakeTensorMode) -> bool:
@@ -225,8 +219,7 @@ def _renew_copies(module: torch.fx.GraphModule, mode: FakeTensorMode) -> None:
             renewed.add(node)
 
 
-@contextmanager
-def indices_printed_once() -> Iterator[None]:
+def indices_printed_once() -> AbstractContextManager[Any]:
     """Makes Inductor print each index in C++ only once inside."""
     from torch._inductor.codegen.cpp_utils import CppPrinter
 
@@ -239,8 +232,7 @@ def indices_printed_once() -> Iterator[None]:
             written[expression] = write(self, expression)
         return written[expression]
 
-    with mock.patch.object(CppPrinter, "_print", write_once):
-        yield
+    return mock.patch.object(CppPrinter, "_print", write_once)
 
 
 @contextmanager
@@ -255,8 +247,7 @@ def quicker_writing() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def offsets_added_once() -> Iterator[None]:
+def offsets_added_once() -> AbstractContextManager[Any]:
     """Makes kernels generated inside add a tile's offset once in atomic adds."""
     from torch._inductor import config
     from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
@@ -269,12 +260,10 @@ def offsets_added_once() -> Iterator[None]:
             return original(self, name, index, value, mode)
         CppVecKernel.store(self, name, index, value, mode)  # it adds the offset itself
 
-    with mock.patch.object(CppTile2DKernel, "store", store):
-        yield
+    return mock.patch.object(CppTile2DKernel, "store", store)
 
 
-@contextmanager
-def sums_tiled_beside() -> Iterator[None]:
+def sums_tiled_beside() -> AbstractContextManager[Any]:
     """Makes kernels generated inside take vectors of the inner loop where a sum's tile is wrong."""
     from torch._inductor.codegen.cpp import TilingSelect
 
@@ -287,8 +276,7 @@ def sums_tiled_beside() -> Iterator[None]:
         is_wrong = len(chosen) == 2 and summed and chosen[0] + 1 < len(outer)
         return chosen[1:] if is_wrong else chosen
 
-    with mock.patch.object(TilingSelect, "_select_tiling_indices", select):
-        yield
+    return mock.patch.object(TilingSelect, "_select_tiling_indices", select)
 
 
 @contextmanager
@@ -311,8 +299,7 @@ def casts_rounded() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def quotients_of_sizes_named() -> Iterator[None]:
+def quotients_of_sizes_named() -> AbstractContextManager[Any]:
     """Makes kernels generated inside take each quotient of symbolic sizes as an operand."""
     from torch._inductor.codegen.common import Kernel
     from torch._inductor.virtualized import V
@@ -330,16 +317,14 @@ def quotients_of_sizes_named() -> Iterator[None]:
             self, index.xreplace({q: sizes.lookup_precomputed_size(q) for q in quotients})
         )
 
-    with mock.patch.object(Kernel, "rename_indexing", renamed):
-        yield
+    return mock.patch.object(Kernel, "rename_indexing", renamed)
 
 
 def _is_of_sizes(quotient: Any) -> bool:
     return all(symbol_is_type(symbol, SymT.SIZE) for symbol in quotient.free_symbols)
 
 
-@contextmanager
-def kernels_for_any_size() -> Iterator[None]:
+def kernels_for_any_size() -> AbstractContextManager[Any]:
     """Makes graphs lowered inside call PyTorch's kernels where Inductor's are for one size.
 
     What is cloned is written to memory, so that a chain of reshapes is not one index.
@@ -354,8 +339,7 @@ def kernels_for_any_size() -> Iterator[None]:
         made.realize()
         return made
 
-    with mock.patch.dict(lowerings, {**kernels, aten.clone.default: written}):
-        yield
+    return mock.patch.dict(lowerings, {**kernels, aten.clone.default: written})
 
 
 _FOR_ONE_SIZE = (

@@ -161,12 +161,10 @@ class Recording:
             # A read is noted only in the innermost region; the region around gets it here.
             parent.reads.absorb(region.reads)
 
-    @contextmanager
-    def apart(self, region: Region) -> Iterator[None]:
+    def apart(self, region: Region) -> AbstractContextManager[Any]:
         """Adds nodes inside to a separate region: a body of control flow."""
         self.has_bodies = True
-        with replaced(self, current=region, num_apart=self.num_apart + 1):
-            yield
+        return replaced(self, current=region, num_apart=self.num_apart + 1)
 
     @contextmanager
     def inside_part(self, name: str, path: str, mark: RecomputeMark) -> Iterator[None]:
