@@ -166,12 +166,9 @@ class _ProgramRerun:
         """Returns the rerun of a call, or None to repeat it; adds what it needs to ``wanted``."""
         closure = call.closure
         positions = tuple(i for i, v in enumerate(call.results) if v in wanted)
-        if isinstance(closure, (ir.Pack, ir.Unpack)):
-            if positions:
-                wanted.update(call.args)
-            return None
         # A call that was not differentiated runs again as it is, unless it draws.
-        if num_results(closure) == len(call.results):
+        is_struct = isinstance(closure, (ir.Pack, ir.Unpack))
+        if is_struct or num_results(closure) == len(call.results):
             if positions and not self._rerunner.draws(closure):
                 wanted.update(call.args)
             return None
@@ -183,10 +180,6 @@ class _ProgramRerun:
         """Returns the call of the first run, and notes the call of the run again."""
         closure = call.closure
         needed = [v for v in call.results if v in wanted]
-        if isinstance(closure, (ir.Pack, ir.Unpack)):
-            if needed:
-                self._repeat(call)
-            return None
         if rerun is None:
             if needed and self._rerunner.draws(closure):
                 self._kept.extend(needed)
@@ -194,7 +187,7 @@ class _ProgramRerun:
                     self._value_again(value)
             elif needed:
                 self._repeat(call)
-            return call
+            return None if isinstance(closure, (ir.Pack, ir.Unpack)) else call
         draws = ir.Value(rerun.draws, "draws")
         if rerun.again is not None:
             self._kept.append(draws)
