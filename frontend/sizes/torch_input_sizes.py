@@ -30,9 +30,9 @@ from ...reuse.ir.torch_symbols import (
     computing_node,
     expression_of,
     is_size,
-    put_literal,
     replace_operand,
     size_in,
+    sizes_as_literals,
 )
 from ...reuse.ir.types import TensorType
 from ..capture.regions import Region, regions_inside, shapes_of
@@ -56,15 +56,11 @@ def make_sizes_local(root: Region, sources: Mapping[torch.fx.Node, Source]) -> N
 
 def make_sizes_literal(root: Region) -> None:
     """Rewrites a recorded run in-place so that sizes are literals in operator arguments."""
-    dropped = list(dict.fromkeys(n for n in root.nodes() if is_size(n)))
+    nodes = root.nodes()
     for region in (root, *regions_inside(root)):
         region.items[:] = [i for i in region.items if isinstance(i, Region) or not is_size(i)]
-    present = set(dropped[0].graph.nodes) if dropped else set()
-    for node in reversed(dropped):
-        for user in list(node.users):
-            put_literal(user, node)
-        if node in present:
-            node.graph.erase_node(node)
+    if nodes:
+        sizes_as_literals(nodes[0].graph)
 
 
 def _places(nodes: Iterable[torch.fx.Node]) -> dict[Any, Place]:

@@ -222,7 +222,7 @@ def sizes_as_literals(graph: torch.fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if is_size(node):
             for user in list(node.users):
-                put_literal(user, node)
+                replace_operand(user, node, as_literal(node.meta["val"]))
             graph.erase_node(node)
 
 
@@ -232,11 +232,6 @@ def as_literal(size: Any) -> Any:
         return size
     expression = expression_of(size)
     return value_of(expression, Values()) if expression.is_number else SizeLiteral(size)
-
-
-def put_literal(user: torch.fx.Node, size: torch.fx.Node) -> None:
-    """Replaces a size among a node's operands by a literal."""
-    replace_operand(user, size, as_literal(size.meta["val"]))
 
 
 def replace_operand(user: torch.fx.Node, old: torch.fx.Node, new: Any) -> None:
