@@ -425,26 +425,18 @@ def unflatten(leaves: list[Any], spec: TreeSpec, given: Sequence[Any] = ()) -> A
     are made anew.
     """
     if not isinstance(spec, Nested):
-        if spec.is_leaf():
-            return leaves[0]
-        return _rebuilt(iter(leaves), spec) if _has_size(spec) else spec.unflatten(leaves)
+        return _rebuilt(iter(leaves), spec)
     rest = iter(leaves)
     together = ContainerBuilder(spec.forms, rest, given)
     found = [next(rest) if n < 0 else together.container(n) for n in spec.containers]
     return unflatten(found, spec.outer)
 
 
-def _has_size(spec: _pytree.TreeSpec) -> bool:
-    """Whether a ``torch.Size`` is in a structure: PyTorch would make it a tuple."""
-    is_flat = spec.num_leaves == spec.num_children
-    return spec.type is torch.Size or (not is_flat and any(map(_has_size, _children(spec))))
-
-
 def _rebuilt(leaves: Iterator[Any], spec: _pytree.TreeSpec) -> Any:
     if spec.is_leaf():
         return next(leaves)
     held = [_rebuilt(leaves, child) for child in _children(spec)]
-    if spec.type is torch.Size:
+    if spec.type is torch.Size:  # PyTorch would make it a tuple
         return torch.Size(held)
     return _pytree.SUPPORTED_NODES[spec.type].unflatten_fn(held, spec.context)
 

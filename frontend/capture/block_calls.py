@@ -141,10 +141,6 @@ class TemplateMaker:
         if node in region.inputs:
             return regions.OutputLeaf("input", region.inputs.index(node))
         storages = [memory_id(n.meta["val"]) for n in region.inputs]
-        with self._tracer.untraced():
-            prototype = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            ).requires_grad_(value.requires_grad)
         storage = memory_id(node.meta["val"])
         base = storages.index(storage) if storage in storages else -1
         start = region.inputs[base].meta["val"].storage_offset() if base >= 0 else 0
@@ -155,7 +151,7 @@ class TemplateMaker:
             requires_grad=value.requires_grad,
             alias_of=base,
             offset=value.storage_offset() - start,
-            prototype=prototype,
+            layout=(value.shape, value.stride()),
         )
 
     def call(
@@ -229,15 +225,14 @@ class TemplateMaker:
     ) -> torch.Tensor:
         """Makes a fake result of a shared call. Not an autograd leaf: it may change in-place."""
         assert leaf.type is not None
-        assert leaf.prototype is not None
         history = history if leaf.requires_grad else ()
         # A view must be made by an operator to share its base's storage. Any other tensor is made
         # without one, in a tenth of the time.
         if leaf.alias_of < 0:
             return self._tracer.track_new(leaf.type, history, node)  # type: ignore[no-any-return]
-        shape, stride = leaf.prototype.shape, leaf.prototype.stride()
         with self._tracer.untraced(), torch.set_grad_enabled(leaf.requires_grad):
             base = self._operand_tensor(template.bindings[leaf.alias_of], module, leaves)
+            shape, stride = leaf.layout
             result = base.as_strided(shape, stride, base.storage_offset() + leaf.offset)
         self._tracer.track(result, node)
         return result

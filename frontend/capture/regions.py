@@ -280,7 +280,7 @@ class OutputLeaf:
     requires_grad: bool = False
     alias_of: int = -1  # input whose storage a new tensor shares
     offset: int = 0  # how far behind that input's start the new tensor begins
-    prototype: Tensor | None = None
+    layout: tuple[Any, ...] = ()  # its shape and strides, which may be symbols
 
 
 @dataclass(frozen=True)
