@@ -74,7 +74,8 @@ class Differentiator:
     ) -> None:
         self._recipe_for = recipe_for
         self._remember = remember
-        self._derivatives: dict[Request, Derivative | None] = {}
+        # The graph of a leaf with symbolic sizes, if there is one: all have one shape environment.
+        self._sized: torch.fx.GraphModule | None = None
         self._sites: dict[Request, tuple[Request | None, ...]] = {}
         self._rerunner = Rerunner()
 
@@ -84,31 +85,27 @@ class Differentiator:
         """Returns the derivative of outputs by inputs, by position; None if no gradient flows."""
         return self.of(Request(closure, tuple(inputs), tuple(outputs)))
 
+    @once
     def of(self, request: Request) -> Derivative | None:
         """Returns the derivative for a request; see :meth:`vjp`."""
-        if request in self._derivatives:
-            return self._derivatives[request]
-        leaf, made = request.closure, None
+        leaf = request.closure
         # Often no gradient flows: a block behind frozen layers, a result that no loss reads.
         if not request.inputs or not request.outputs:
-            pass
+            return None
         # Checked first, since leaves and composites alike can be recomputed whole.
-        elif isinstance(request.choice, Whole):
-            made = self._called_again(request)
-        elif isinstance(leaf, ir.Composite):
+        if isinstance(request.choice, Whole):
+            return self._called_again(request)
+        if isinstance(leaf, ir.Composite):
             reversal = _Reversal(self, request, leaf)
             made = reversal.derivative()
             self._sites[request] = reversal.sites()
-        else:
-            assert isinstance(leaf, ir.Leaf), "pack and unpack come from differentiation"
-            if leaf.control is not None:
-                made = control_derivative(self, request, leaf.control)
-            elif self._remember is not None:
-                made = self._remember(request, partial(self._leaf, request, leaf))
-            else:
-                made = self._leaf(request, leaf)
-        self._derivatives[request] = made
-        return made
+            return made
+        assert isinstance(leaf, ir.Leaf), "pack and unpack come from differentiation"
+        if leaf.control is not None:
+            return control_derivative(self, request, leaf.control)
+        if self._remember is not None:
+            return self._remember(request, partial(self._leaf, request, leaf))
+        return self._leaf(request, leaf)
 
     def sites(self, request: Request) -> tuple[Request | None, ...]:
         """Returns the request that a composite's derivative makes for each of its calls."""
@@ -130,6 +127,8 @@ class Differentiator:
         # choices traces a leaf once.
         leaf = plain.closure
         assert isinstance(leaf, ir.Leaf)
+        if environment_of(leaf.module) is not None:
+            self._sized = leaf.module
         types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
         # Before the trace: the form that the backend prefers is the one to differentiate.
         module = recipe.rewrite(leaf.module)
@@ -184,14 +183,9 @@ class Differentiator:
     @once
     def adder(self, type_: TensorType, added: TensorType) -> ir.Leaf:
         """Returns the closure that adds a value to one of a type."""
-        types, sized = (type_, added), self._sized() if type_.is_symbolic else None
+        types, sized = (type_, added), self._sized if type_.is_symbolic else None
         module = traced_operator(torch.ops.aten.add.Tensor, types, type_, sized=sized)
         return ir.Leaf("add", module, types, (type_,), level="aten", kernels="eager")
-
-    def _sized(self) -> torch.fx.GraphModule | None:
-        """Returns the graph of a leaf with symbolic sizes: all have the same shape environment."""
-        leaves = (r.closure.module for r in self._derivatives if isinstance(r.closure, ir.Leaf))
-        return next((module for module in leaves if environment_of(module) is not None), None)
 
     @once
     def copier(self, type_: TensorType, copied: TensorType) -> ir.Leaf:

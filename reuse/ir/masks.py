@@ -20,6 +20,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate, map_arg
 
+from ..once import once
 from ..torch_names import module_of, schema_of
 from .leaf import ModalInterpreter, cut_leaf, memory_of, node_type
 from .operators import is_draw, may_draw, mutated_args
@@ -101,7 +102,6 @@ class Masks:
 
     def __init__(self) -> None:
         self.num_removed: Counter[str] = Counter()
-        self._found: dict[Any, tuple[_Taken, _Given]] = {}
         self._made: dict[Any, _Taken] = {}
         self._kinds: dict[Any, Kind] = {}
 
@@ -113,11 +113,7 @@ class Masks:
         known = dict(zip(program.inputs, given, strict=True))
         calls = []
         for call in program.calls:
-            operands = [known[v] for v in call.args]
-            key = (call.closure, *operands)  # most calls have an equal one: a look-up each
-            if key not in self._found:
-                self._found[key] = self._new(call.closure, operands)
-            (closure, kept), results = self._found[key]
+            (closure, kept), results = self._new(call.closure, *(known[v] for v in call.args))
             known.update(zip(call.results, results, strict=True))
             same = closure is call.closure
             calls.append(call if same else _on(call, closure, kept, range(len(results))))
@@ -126,7 +122,8 @@ class Masks:
             return program, outputs
         return replace(program, calls=self._without_unused(program, calls)), outputs
 
-    def _new(self, closure: Closure, given: _Given) -> tuple[_Taken, _Given]:
+    @once  # most calls have an equal one
+    def _new(self, closure: Closure, *given: _Constant | None) -> tuple[_Taken, _Given]:
         if isinstance(closure, Leaf) and not closure.bodies and not has_sizes(closure.module):
             constants = _constants(closure, given)
             results = [constants.get(n) for n in outputs_of(closure.module)]
