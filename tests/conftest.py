@@ -3,6 +3,7 @@
 import difflib
 import gc
 import importlib.util
+import logging
 import os
 import pathlib
 import shutil
@@ -52,6 +53,10 @@ sys.path.append(BENCHMARKS)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [os.environ.get("PYTHONPATH", ""), BENCHMARKS])
 )
+
+# pytest adds a handler to each logger that does not propagate. To this one, which takes all at any
+# level, PyTorch would then write out each graph and each step of a compile.
+mock.patch.object(logging.getLogger("torch.__trace"), "addHandler").start()
 
 MANY_OBJECTS = 300_000  # a capture of a few layers makes a third
 gc.set_threshold(0)  # modules live on, so that imports make next to no garbage
