@@ -165,7 +165,7 @@ def mixing() -> nn.Module:
 
 CASES = {
     "a third length": Case(
-        decoder, ids, [(2, 8), (2, 12), (2, 16), (2, 8), (2, 64)],
+        lambda: decoder(1), ids, [(2, 8), (2, 12), (2, 16), (2, 8), (2, 64)],
         [(1, 0), (2, 0), (2, 1), (2, 1), (2, 2)],
     ),
     "sizes that coincide with each other and with the model's": Case(
@@ -309,19 +309,20 @@ def test_inductors_kernels_take_images_of_any_size_that_it_keeps_open(
     def forward(self: Any, x: Tensor) -> Tensor:
         h = nn.functional.interpolate(self.conv(x), scale_factor=0.5)
         h = h + h.mean((2, 3), keepdim=True).expand_as(h) * 1.0  # Inductor takes out the product
-        return nn.functional.adaptive_avg_pool2d(self.conv(h.tanh()), 3)
+        return nn.functional.adaptive_avg_pool2d(h.tanh(), 3)
 
     torch.manual_seed(0)
-    model = Made(forward, conv=nn.Conv2d(2, 2, 3, padding=1))
+    model = Made(forward, conv=nn.Conv2d(2, 2, 3, padding=1)).requires_grad_(is_open)
     images = [[torch.randn(2, 2, *size)] for size in ((8, 10), (12, 18), (14, 16))]
     found = assert_equals_eager(
         model,
-        batches=images,
+        batches=images[is_open:],
         backend="inductor",
+        dynamic=True if is_open else None,
         note=lambda compiled: (*counts(compiled), compiled.last_report.why_static),
     ).seen
     if is_open:
-        assert found == [(1, 0, ""), (2, 0, ""), (2, 1, "")]
+        assert found[-1] == (1, 1, "")
     else:
         assert found[-1][:2] == (3, 0) and "Eq(TruncToInt(" in found[-1][2], found
 
@@ -340,11 +341,12 @@ def test_a_chain_of_reshapes_is_no_long_index_at_any_size(monkeypatch: pytest.Mo
         return known(types, text)
 
     monkeypatch.setattr(torch_inductor, "kernel_source", noted)
-    images = [[torch.randn(2, 2, *size)] for size in ((8, 12), (12, 20), (16, 24))]
+    images = [[torch.randn(2, 2, *size)] for size in ((8, 12), (12, 20))]
     model = Made(forward, conv=nn.Conv2d(2, 2, 3, stride=2, padding=1)).requires_grad_(False)
+    options: Any = {"backend": "inductor", "dynamic": True, "note": counts}
     with torch_inductor.graph_cache_off():
-        run = assert_equals_eager(model, batches=images, backend="inductor", note=counts)
-    assert run.seen == [(1, 0), (2, 0), (2, 1)]
+        run = assert_equals_eager(model, batches=images, **options)
+    assert run.seen == [(1, 0), (1, 1)]
     # 1,265 with torch 2.14, 2,448 with 2.11; with each reshape of the chain in the index, or each
     # quotient of sizes written out, more than 5,600 with both.
     assert max(map(len, lines)) < 3000
@@ -557,7 +559,7 @@ def test_an_epoch_of_real_batches_costs_two_compiles(kind: str) -> None:
     shapes = [(4, 9), (4, 13), (4, 20), (3, 11)]
     options: Any = {"optimizer": lambda p: torch.optim.SGD(p, 0.1), "reuse": "auto"}
     options |= {"batches": [(labelled(*shape),) for shape in shapes], "use": loss_alone}
-    found = assert_equals_eager(hugging_face.build(kind), **options)
+    found = assert_equals_eager(hugging_face.build(kind, 1), **options)
     assert counts(found.compiled) == (2, 2), found.told.why_static
 
 

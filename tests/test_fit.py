@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 
 import lazyinline
 from lazyinline.backend.gpu.targets import CONTEXT_BYTES, GIB, target_named
+from lazyinline.backend.kernels import lower
 from lazyinline.frontend import commands
 from lazyinline.frontend import fit as fitting
 from lazyinline.frontend.fit import Fit
@@ -41,7 +42,10 @@ def decoder(layers: int = 3) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tenso
 
 
 @needs_triton
-def test_a_rank_is_counted_offline_and_nothing_of_the_process_stays_changed() -> None:
+def test_a_rank_is_counted_offline_and_nothing_of_the_process_stays_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lower, "is_interpreting", lambda: True)  # it takes no machine code
     model, args = decoder()
     before = torch.get_rng_state(), sys.excepthook
     found = lazyinline.fit(model, args, mesh={"fsdp": 4}, target=TARGET, micro_batches=2)
@@ -95,7 +99,10 @@ def test_where_a_step_does_not_fit_the_fastest_that_does_is_named(
 
 
 @needs_triton
-def test_stages_are_counted_for_each_rank_and_the_one_that_holds_most_is_told() -> None:
+def test_stages_are_counted_for_each_rank_and_the_one_that_holds_most_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lower, "is_interpreting", lambda: True)
     model, args = decoder(layers=3)
     mesh = {"pp": 3, "fsdp": 2}
     found = lazyinline.fit(model, args, mesh=mesh, target=TARGET, micro_batches=4)

@@ -112,7 +112,7 @@ def test_sizes_that_keep_growing_are_given_more_room_each_time(alone: mock.Mock)
 
 
 def test_a_module_with_inductor_links_once_for_shapes(alone: mock.Mock) -> None:
-    model, plain = potential()
+    model, plain = potential(1)
     compiled = lazyinline.compile(model, dynamic=True)
     draws = random.Random(0)
     shapes = [(draws.randint(2, 40), draws.randint(2, 300)) for _ in range(3)]
@@ -268,7 +268,7 @@ def test_a_new_size_of_a_step_looks_at_its_batch_alone() -> None:
 
 
 def test_a_new_size_of_a_module_runs_no_pass() -> None:
-    model, plain = potential()
+    model, plain = potential(1)
     compiled = lazyinline.compile(model, dynamic=True)
     for shape in ((9, 40), (9, 33), (9, 44)):
         compiled(*atoms(shape)).backward()

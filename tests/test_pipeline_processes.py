@@ -283,7 +283,7 @@ def test_what_cannot_be_in_the_program_is_done_after_the_step_and_named(
 def test_an_optimizer_that_changed_is_an_error_while_it_differs(alone: None) -> None:
     model, args = net_and_batch(**SIZES)
     optimizer = torch.optim.AdamW(model.blocks.parameters())
-    pipe = make(model, args, optimizer=optimizer, backend="inductor")
+    pipe = make(model, args, optimizer=optimizer, backend="eager")
     pipe.step(*args)
     given = {name for name, p in model.named_parameters() if p.grad is not None}
     assert given == {n for n, _ in model.named_parameters() if not n.startswith("blocks")}

@@ -122,7 +122,7 @@ def test_a_loss_beside_logits_takes_no_compile_where_a_file_is_opened(
     family: str, dynamic: bool, tmp_path: Path
 ) -> None:
     lazyinline.compile(nn.Linear(8, 8))(batch(2, 8))  # the native loop, where sizes keep nothing
-    model = build(family, dropout_rate=0.0, use_cache=False).eval()
+    model = build(family, 1, dropout_rate=0.0, use_cache=False).eval()
     compiled: Any = lazyinline.compile(model, dynamic=dynamic, fallback="error")
 
     def inputs_of(length: int) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ def test_a_backward_that_does_not_fit_the_whole_is_refused(paired: bytes, tmp_pa
 
 
 @pytest.mark.sweep(keep="few")
-@pytest.mark.parametrize("count", [40, 3_000], ids=["few", "many"])
+@pytest.mark.parametrize("count", [20, 3_000], ids=["few", "many"])
 def test_files_with_such_backwards_that_are_damaged_are_refused_in_a_sentence(
     count: int, paired: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
