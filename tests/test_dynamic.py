@@ -2,6 +2,8 @@
 
 import functools
 import math
+import pathlib
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +24,7 @@ from torch.utils._sympy import functions
 import lazyinline
 from lazyinline import Budget, PlanError, lazy_inline
 from lazyinline.autodiff.traces import joint_trace
-from lazyinline.backend.kernels import torch_inductor
+from lazyinline.backend.kernels import torch_decompositions, torch_inductor
 from lazyinline.frontend.dispatch.dispatcher import ModuleDispatcher
 from lazyinline.frontend.options import Options
 from lazyinline.reuse.ir.torch_symbols import (
@@ -350,6 +352,33 @@ def test_a_chain_of_reshapes_is_no_long_index_at_any_size(monkeypatch: pytest.Mo
     # 1,265 with torch 2.14, 2,448 with 2.11; with each reshape of the chain in the index, or each
     # quotient of sizes written out, more than 5,600 with both.
     assert max(map(len, lines)) < 3000
+
+
+def test_scores_that_are_shifted_by_reshapes_are_linked_for_further_lengths(
+    tmp_path: pathlib.Path,
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:  # as XLNet does, which counts down in floats
+        n = x.shape[1]
+        scores = self.inner(x) * torch.arange(n, -n, -1.0).sin()
+        shifted = scores.reshape(2, 2 * n, n)[:, 1:].reshape(2, n, 2 * n - 1)
+        return torch.index_select(shifted, 2, torch.arange(n)).softmax(-1)
+
+    model = Made(forward, inner=nn.Linear(6, 1))
+    batches = [[torch.randn(2, length, 6)] for length in (7, 12, 9)]
+    run = assert_equals_eager(model, batches=batches, backend="inductor", note=counts)
+    assert run.seen == [(1, 0), (2, 0), (2, 1)]
+    lazyinline.save(run.compiled, tmp_path / "model")
+    told = zipfile.ZipFile(tmp_path / "model").read("model.json")
+    assert b"Mod(" in told and b"Ceil" not in told  # the count is of integers
+
+
+def test_a_copy_whose_layout_is_unknown_is_refused_instead_of_copied_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule = torch_decompositions.decompositions()[torch.ops.aten.index_put.default]
+    monkeypatch.setattr(Tensor, "clone", lambda x: x)  # as symbols may tell no more of a copy
+    with pytest.raises(PlanError, match="have gaps depends on the sizes"):
+        rule(torch.zeros(3, 1).expand(3, 2), [torch.tensor([0])], torch.ones(2))
 
 
 @pytest.mark.parametrize("is_as_captured", [True, False])

@@ -14,6 +14,7 @@ import torch
 import torch.fx
 
 from ...autodiff.traces.joint_trace import draw_mask
+from ...reuse.errors import PlanError
 from ...reuse.ir.types import TensorType
 from .torch_corrections import PUTTING, settings
 
@@ -95,7 +96,14 @@ def _into_a_copy(operator: Any) -> Callable[..., Any]:
     """Applies an operator to a clone of a tensor that has gaps or overlapping elements."""
 
     def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return NotImplemented if TensorType.of(x).is_dense else operator(x.clone(), *args, **kwargs)
+        if x.is_contiguous() or TensorType.of(x).is_dense:
+            return NotImplemented
+        copy = x.clone()
+        if not (
+            copy.is_contiguous() or TensorType.of(copy).is_dense
+        ):  # this rule would be asked again without end
+            raise PlanError(f"whether strides {copy.stride()} have gaps depends on the sizes")
+        return operator(copy, *args, **kwargs)
 
     return decomposition
 

@@ -130,6 +130,23 @@ def _refuse_unstrided(func: Any, made: Tensor) -> None:
         )
 
 
+_COUNTING = torch.ops.aten.arange.start_step
+
+
+def _in_whole_steps(start: Any, end: Any, step: Any = 1, **options: Any) -> Any:
+    """Gives ``arange`` an integer for a float step without a fraction (``arange(n, -n, -1.0)``).
+
+    The number of its elements is then a whole-number expression of a symbolic size, where PyTorch
+    would divide and round floats, of which neither it nor a kernel knows anything.
+    """
+    is_of_sizes = all(isinstance(x, (int, torch.SymInt)) for x in (start, end))
+    is_whole = type(step) is float and step.is_integer() and step != 0
+    if not (is_of_sizes and is_whole and torch.SymInt in map(type, (start, end))):
+        return NotImplemented
+    options["dtype"] = options.get("dtype") or torch.get_default_dtype()
+    return _COUNTING(start, end, int(step), **options)
+
+
 _STRIDED = (
     torch.ops.aten.as_strided.default,
     torch.ops.aten.as_strided_copy.default,
@@ -270,7 +287,7 @@ class Tracer:
             torch_names.wrapped_globals_left() as started,
         ):
             readers = {operator_: self._refusing_real(operator_) for operator_ in _READERS}
-            table = {**rules_above_autograd(), **readers}
+            table = {**rules_above_autograd(), **readers, _COUNTING: _in_whole_steps}
             proxies.make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
         return made[0]
 
