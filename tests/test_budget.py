@@ -52,12 +52,12 @@ from link_tree import ROOT
 # images (backend +59, reuse +20), chains of reshapes (backend +43), numbers and layouts that keep
 # changing and PyTorch's transformers (frontend +65).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_425, 90),
+    "frontend": (28_442, 90),
     "reuse": (9_611, 35),
     "autodiff": (5_983, 19),
     "recompute": (1_075, 4),
     "pipeline_parallel": (7_076, 23),
-    "backend": (12_159, 37),
+    "backend": (12_167, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
