@@ -86,20 +86,16 @@ def _as_primitives(leaf: Leaf, table: Decompositions) -> Leaf:
         with _attention_as_products():
             module = trace_forward(module, types, {})
     reduced = trace_forward(module, types, table, with_traced_layout)
-    _drop_unused(reduced.graph)
+    # Unused nodes go, also memory that only gave a layout; draws and writes stay.
+    for node in reversed(reduced.graph.nodes):
+        if node.op == "call_function" and not (node.users or is_draw(node) or mutated_args(node)):
+            reduced.graph.erase_node(node)
     for node in reduced.graph.nodes:
         origin = origin_of(node)
         if origin is not None:
             node.meta["stamp"] = Stamp(source=origin.source)
     reduced.recompile()
     return replace(leaf, module=reduced, level="aten")
-
-
-def _drop_unused(graph: torch.fx.Graph) -> None:
-    """Removes unused nodes, also memory that only gave a layout; draws and writes stay."""
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and not (node.users or is_draw(node) or mutated_args(node)):
-            graph.erase_node(node)
 
 
 # ---- rules that PyTorch lacks ---------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backend.files.container import open_parts
 from ..backend.files.torch_store import DiskCache, default_directory, max_bytes
 from ..reuse.errors import CacheError, LazyInlineError
 from ..reuse.ir.printer import Shown, folded, format_program
@@ -211,7 +212,8 @@ def run_report(options: argparse.Namespace) -> None:
     """Runs ``report``: measures a model, prints the report, writes a page."""
     _check_folders(options.html)
     if _is_file(options.target):
-        print(inspection.parts_text(options.target))
+        with open_parts(options.target, None) as parts:
+            print(*(f"{parts.size_of(name):>12,}  {name}" for name in parts.names), sep="\n")
         for ranks, made in inspection.opened_as_ranks(options.target):
             print(*([f"// {ranks}", made.plan] if ranks else []), made.last_report, sep="\n")
             if options.html is not None:

@@ -321,12 +321,6 @@ def opened_as_ranks(path: str) -> Iterator[tuple[str, Any]]:
             yield _listed(ranks), load(path)
 
 
-def parts_text(path: str) -> str:
-    """Returns a line for each part of a file: its bytes and its name."""
-    with open_parts(path, None) as parts:
-        return "\n".join(f"{parts.size_of(name):>12,}  {name}" for name in parts.names)
-
-
 _Texts: TypeAlias = dict[str, tuple[str, str]]
 """The programs of a rank, by description: folder and name of each in a file."""
 

@@ -131,10 +131,9 @@ def _given(
     """Returns the user's plan, in which each part of a joint projection is sharded."""
     from ..pipeline_parallel.mesh.given import with_joint_projections
 
-    def names_of(source: str) -> Sequence[str]:
-        return names[tensor_name(source)]
-
-    return with_joint_projections(plan, lambda: make_step(""), names_of)
+    return with_joint_projections(
+        plan, lambda: make_step(""), lambda source: names[tensor_name(source)]
+    )
 
 
 def _found(

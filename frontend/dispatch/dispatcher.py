@@ -85,8 +85,7 @@ class ModuleEntry:
 
     def why_not(self, call: Arguments) -> str:
         """Returns why the program cannot update the arguments of a call as the forward would."""
-        kept = self._tree.kept
-        return kept.why_not(call, self.guard.has_met) if kept.has_arguments else ""
+        return self._tree.kept.why_not(call, self.guard.has_met)
 
     def run(
         self, leaves: Sequence[Any], containers: Sequence[Any] = (), call: Arguments = ((), {})
@@ -329,7 +328,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
 
     def __reduce__(self) -> Any:
         """Copies and pickles as None: a copy of the module that holds this is not compiled."""
-        return _no_calls, ()
+        return type(None), ()
 
     def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         return self._run
@@ -467,7 +466,3 @@ def dispatcher_of(module: Any) -> ModuleDispatcher | None:
         inside = refusals.model_inside(module)
         return None if inside is None else dispatcher_of(inside)
     return held if isinstance(held, ModuleDispatcher) else None
-
-
-def _no_calls() -> None:
-    """Replaces the dispatcher in a copied model."""

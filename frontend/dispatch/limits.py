@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -56,34 +56,29 @@ class CallKind:
         return replace(self, hooks=tuple((i, n) for i, n in enumerate(counts) if n))
 
 
-class Constants(NamedTuple):
-    """Constants of a call's program, which are one value of those that the call's kind may have."""
-
-    what: str
-    values: tuple[Any, ...]
-    most: int  # of such values, for one kind of call
-    advice: str
-    apart: tuple[Any, ...] = ()  # counted for each of these by itself
+_Row: TypeAlias = tuple[str, tuple[Any, ...], tuple[Any, ...], int, str]
 
 
-def _constants(leaves: Sequence[Any], guard: Guard, module: int) -> Iterator[Constants]:
+def _constants(leaves: Sequence[Any], guard: Guard, module: int) -> Iterator[_Row]:
+    """Yields the constants of a call's program: what, for what they are counted, and their value.
+
+    Then how many values of it a kind of call may have, and what to pass in their place.
+    """
     floats = tuple(x.hex() for x in leaves if type(x) is float)
-    yield Constants("Python floats among the arguments", floats, MAX_VALUES, "as a 0-d tensor")
-    answers = "numbers that the forward reads from its inputs"
-    yield Constants(answers, guard.answers, 4, "as a size")
+    yield "Python floats among the arguments", (), floats, MAX_VALUES, "as a 0-d tensor"
+    yield "numbers that the forward reads from its inputs", (), guard.answers, 4, "as a size"
     objects = tuple(Identity(x) for x in leaves if _holds_tensors(x))
     kinds = " and ".join(sorted({type(one.target).__qualname__ for one in objects}))
     registered = "in tensors, lists and dictionaries, or in a dataclass that is registered with "
     registered += "torch.export.register_dataclass"
-    yield Constants(f"arguments that hold tensors ({kinds})", objects, 3, registered)
+    yield f"arguments that hold tensors ({kinds})", (), objects, 3, registered
     slices = tuple((x.shape, x.stride()) for x in leaves if _is_slice(x))
     copied = "as x.clone(memory_format=torch.contiguous_format)"
-    yield Constants("layouts of slices of larger tensors", slices, 8, copied)
+    yield "layouts of slices of larger tensors", (), slices, 8, copied
     # Whatever else a forward read is known to its guard alone: each program is another value.
     others = "what a forward reads besides tensors (numbers, attributes), for equal sizes,"
-    sizes = tuple(x.shape for x in leaves if isinstance(x, torch.Tensor))
-    buffered = "as a 0-d tensor, or keep it in a buffer"
-    yield Constants(others, (object(),), MAX_VALUES, buffered, (module, *sizes))
+    sizes = (module, *(x.shape for x in leaves if isinstance(x, torch.Tensor)))
+    yield others, sizes, (object(),), MAX_VALUES, "as a 0-d tensor, or keep it in a buffer"
 
 
 Tries: TypeAlias = Literal["once more", "doubling", "never"]
@@ -125,15 +120,15 @@ class Refusals:
         self, call: CallKind, leaves: Sequence[Any], guard: Guard, module: int
     ) -> None:
         """Remembers the constants of a call's program; after the last one calls run eagerly."""
-        for made in _constants(leaves, guard, module):
-            if not made.values:
+        for what, apart, value, most, advice in _constants(leaves, guard, module):
+            if not value:
                 continue
-            key = (call, made.what, made.apart)
-            known = {*self._values.pop(key, ()), made.values}
+            key = (call, what, apart)
+            known = {*self._values.pop(key, ()), value}
             self._values = {**dict([*self._values.items()][1 - MAX_KINDS :]), key: known}
-            if len(known) >= made.most:
-                reason = f"{made.what} had {made.most} values, each of which took a compile. "
-                self.note(call, f"{reason}Pass what varies {made.advice}", "never")
+            if len(known) >= most:
+                reason = f"{what} had {most} values, each of which took a compile. Pass what varies"
+                self.note(call, f"{reason} {advice}", "never")
 
 
 def _is_slice(leaf: Any) -> bool:
