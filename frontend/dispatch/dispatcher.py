@@ -85,7 +85,8 @@ class ModuleEntry:
 
     def why_not(self, call: Arguments) -> str:
         """Returns why the program cannot update the arguments of a call as the forward would."""
-        return self._tree.kept.why_not(call, self.guard.has_met)
+        kept = self._tree.kept
+        return kept.why_not(call, self.guard.has_met) if kept.has_arguments else ""
 
     def run(
         self, leaves: Sequence[Any], containers: Sequence[Any] = (), call: Arguments = ((), {})

@@ -114,7 +114,7 @@ class Kept:
 
     def why_not(self, call: Arguments, is_held: Callable[[Any], bool]) -> str:
         """Returns why a call's arguments cannot be filled: they are shared; "" if they can."""
-        parts = torch_pytree.changeable_parts(call) if self.has_arguments else []
+        parts = torch_pytree.changeable_parts(call)
         if len(set(map(id, parts))) < len(parts) or any(map(is_held, parts)):
             return "it fills a dictionary or list that is given twice, or that the model holds"
         return ""
