@@ -94,7 +94,7 @@ FORCES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("door", ["compile", "step"])
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("way", FORCES)
-@pytest.mark.sweep(keep="[of the input-None-step")
+@pytest.mark.sweep(keep="[of the input-True-step")
 def test_forces_of_graphs_of_any_edges_are_compiled_once(
     way: str, dynamic: bool | None, door: Door
 ) -> None:

@@ -235,6 +235,7 @@ SHOWN = {
     ("kind", "ranks"),
     [("piped", ["rank 0"]), ("meshed", ["ranks 0, 1"]), ("staged", ["ranks 0, 1", "ranks 2, 3"])],
 )
+@pytest.mark.sweep(keep=["[meshed", "[staged"])
 def test_commands_show_what_ranks_run_once_and_which_run_the_same(
     kind: str,
     ranks: list[str],

@@ -493,6 +493,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("policy", RECOMPUTED)
+@pytest.mark.sweep(keep=["a budget", "a mark"])  # full: test_saved_losses.py
 def test_a_file_holds_what_a_recompute_policy_holds(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

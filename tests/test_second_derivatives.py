@@ -213,7 +213,7 @@ def batched(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return y.sum() + rows.square().sum()
 
 
-@pytest.mark.sweep(keep=["penalty", "batched"])
+@pytest.mark.sweep(keep=["last-penalty", "first-batched"])
 @pytest.mark.parametrize("loss", [penalty, third_order, batched])
 @pytest.mark.parametrize("first", [True, False], ids=["changed first", "changed last"])
 def test_what_runs_again_finds_a_buffer_as_the_forward_found_it(
