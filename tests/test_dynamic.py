@@ -315,7 +315,8 @@ def test_inductors_kernels_take_images_of_any_size_that_it_keeps_open(
 
     torch.manual_seed(0)
     model = Made(forward, conv=nn.Conv2d(2, 2, 3, padding=1)).requires_grad_(is_open)
-    images = [[torch.randn(2, 2, *size)] for size in ((8, 10), (12, 18), (14, 16))]
+    sizes = ((8, 10), (12, 18), (14, 16))
+    images = [[torch.randn(2, 2, *size, requires_grad=is_open)] for size in sizes]
     found = assert_equals_eager(
         model,
         batches=images[is_open:],

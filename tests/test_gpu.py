@@ -103,10 +103,10 @@ def test_a_gpu_program_holds_less_with_its_updates_and_none_of_a_drop_ins_gradie
 ) -> None:
     monkeypatch.setattr(lower, "is_interpreting", lambda: True)  # it takes no machine code
     lazyinline.lazy_inline(models.DecoderBlock)
-    model, args = models.llama(2, hidden=128, num_heads=2, vocab=512, seq=16, batch=2)
+    model, args = models.llama(1, hidden=128, num_heads=2, vocab=512, seq=16, batch=2)
     apart = compiled_for_nothing(lazyinline.compile_step(model, target="cuda:sm_90"), *args)
     with torch.device("meta"):  # what is larger than this machine has no data
-        bare, _ = models.llama(2, hidden=128, num_heads=2, vocab=512, seq=16, batch=2)
+        bare, _ = models.llama(1, hidden=128, num_heads=2, vocab=512, seq=16, batch=2)
     optimizer = torch.optim.AdamW(bare.parameters())
     step = lazyinline.compile_step(bare, target="cuda:sm_90", optimizer=optimizer)
     found = compiled_for_nothing(step, *args)
