@@ -49,6 +49,7 @@ from lazyinline.backend.kernels.torch_corrections import (
     quicker_writing,
     quotients_checked,
     quotients_of_sizes_named,
+    sums_scaled,
     sums_tiled_beside,
     values_as_traced,
     values_kept_apart,
@@ -298,6 +299,25 @@ def test_a_kernel_of_tiles_stores_through_one_of_vectors() -> None:
         kernel().store("buf0", "index", "value", "atomic_add")
     assert told == [("buf0", "index", "value", "atomic_add")]
     assert tile.store is before
+
+
+@contract(f"{INDUCTOR}.fx_passes.post_grad: should_prefer_unfused_addmm")
+@pytest.mark.parametrize("alpha", [1, 0.5])
+def test_a_scaled_sum_with_a_product_is_not_one_product(alpha: float) -> None:
+    from torch._inductor.fx_passes import post_grad
+
+    before, graph = post_grad.should_prefer_unfused_addmm, torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(2, 2)
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    total = graph.call_function(torch.ops.aten.add.Tensor, (x, product), {"alpha": alpha})
+    graph.output(total)
+    product.meta["val"] = total.meta["val"] = torch.ones(2, 2)
+    with sums_scaled():
+        post_grad.pass_patterns[2].apply(torch.fx.GraphModule({}, graph).graph)
+    left = {node.target for node in graph.nodes}
+    assert (torch.ops.aten.add.Tensor in left) == (alpha != 1)
+    assert post_grad.should_prefer_unfused_addmm is before
 
 
 @contract(f"{INDUCTOR}.codegen.cpp: TilingSelect._select_tiling_indices", "._select_tiling_indices")

@@ -20,6 +20,8 @@ Each correction of its code generation is a context manager; outside of it Induc
 * Atomic adds from tiles. In a kernel of several threads that adds to memory from two-dimensional
   tiles, torch before 2.15 adds the offset within the tile to the index twice
   (pytorch/pytorch#191837): it adds to other memory, even out of bounds.
+* Scaled sums with a product. Inductor makes one ``addmm`` of ``x.add(a @ b, alpha=0.1)``, without
+  alpha (torch 2.11 to 2.14 at least; the same in another pass is pytorch/pytorch#167313).
 * Casts to fewer bits. In a kernel that reads the result of ``x.bfloat16()`` as float32 again,
   Inductor reads ``x``: what quantizes, or adds up what a cast lost, computed something else.
 * Sums in tiles. Where a loop stands between the two of a tile, and the inner one is summed over, a
@@ -261,6 +263,18 @@ def offsets_added_once() -> AbstractContextManager[Any]:
         CppVecKernel.store(self, name, index, value, mode)  # it adds the offset itself
 
     return mock.patch.object(CppTile2DKernel, "store", store)
+
+
+def sums_scaled() -> AbstractContextManager[Any]:
+    """Makes graphs lowered inside keep sums with products apart from them where alpha is not 1."""
+    import torch._inductor.fx_passes.post_grad as post_grad
+
+    original = post_grad.should_prefer_unfused_addmm
+
+    def prefers_apart(match: Any) -> bool:
+        return bool(match.output_node().kwargs.get("alpha", 1) != 1 or original(match))
+
+    return mock.patch.object(post_grad, "should_prefer_unfused_addmm", prefers_apart)
 
 
 def sums_tiled_beside() -> AbstractContextManager[Any]:

@@ -54,6 +54,7 @@ from .torch_corrections import (
     quotients_checked,
     quotients_of_sizes_named,
     settings,
+    sums_scaled,
     sums_tiled_beside,
     values_kept_apart,
 )
@@ -236,6 +237,7 @@ def _corrections() -> Iterator[None]:
     with (
         quicker_writing(),
         offsets_added_once(),
+        sums_scaled(),
         sums_tiled_beside(),
         casts_rounded(),
         drawn_in_order(),
@@ -268,7 +270,7 @@ def write_gpu_leaves(
     # that reuses a buffer which a launch allocated would need a copy.
     off = dict.fromkeys(("triton.autotune_at_compile_time", "allow_buffer_reuse"), False)
     plain = config.patch({"compile_threads": 1, **off})
-    with settings(), plain, kernels_as_text(), drawn_in_order(), quicker_writing():
+    with settings(), plain, kernels_as_text(), drawn_in_order(), sums_scaled(), quicker_writing():
         for module in [_changeable(module) for module in modules]:
             written.append(_compiled_or_why_not(module))
             on_written()
