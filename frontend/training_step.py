@@ -16,7 +16,7 @@ from ..backend.launches.torch_native import Move, address_in
 from ..backend.run.leases import Lease
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
-from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
+from ..reuse.errors import INVALID, OURS, CaptureError, PlanError, ended_here, without_torchs
 from ..reuse.evidence.module_state import walk_modules
 from ..reuse.evidence.root_evidence import Check
 from ..reuse.ir.leaf import without_autocast
@@ -195,6 +195,10 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             return self._run_in(self._wrapper, args, kwargs)
         except OURS as error:
             raise ended_here(error) from error.__cause__
+        except RuntimeError as error:
+            if not str(error).endswith(INVALID):
+                raise
+            raise ValueError(str(error)) from None
 
     def _run_in(
         self, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

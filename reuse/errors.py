@@ -108,6 +108,10 @@ def is_debugging() -> bool:
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
+INVALID = ", but found invalid values"
+"""The end of what a program says where a distribution raises ValueError in eager."""
+
+
 def ended_here(error: Error) -> Error:
     """Returns an error without its traceback, to be raised again by a public function."""
     is_bug = isinstance(error, VerifyError)  # a bug report needs the whole traceback

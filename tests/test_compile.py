@@ -5,6 +5,7 @@ import functools
 import gc
 import io
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from comparing import (
 )
 from decoders import DecoderBlock, GptBlock, gpt, llama
 from models import Made, MarkedBlock, Net, batch, block
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 from torch.utils.checkpoint import checkpoint
 
 import lazyinline
@@ -175,6 +176,25 @@ def test_an_assertion_in_a_forward_that_trains_raises_as_in_eager(backend: str) 
     for run in (compiled, step, model):
         with pytest.raises(RuntimeError, match="not positive"):
             run(-batch().abs())
+
+
+@pytest.mark.sweep(keep="eager")
+def test_a_distribution_in_a_forward_is_compiled_with_its_checks(backend: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scale = self.linear(x).exp()
+        drawn = distributions.Normal(x, scale, validate_args=True).rsample()
+        around = distributions.Uniform(-scale, scale, validate_args=True)
+        return (drawn + around.log_prob(x * 0)).mean()
+
+    model = Made(forward, linear=nn.Linear(4, 4))
+    compiled = assert_equals_eager(model, (batch(),), backend=backend).compiled
+    assert not compiled.last_report.ran_eagerly
+    step = lazyinline.compile_step(twin(model), backend=backend)
+    step(batch())
+    for run in (compiled, step, model):
+        with pytest.raises(ValueError, match=r"(?s)Expected .*loc .*Normal.* invalid values"):
+            run(torch.full_like(batch(), math.nan))
+    assert step(batch()).isfinite()
 
 
 def test_modes_and_shapes_are_compiled_once_each_and_reused(compiles: Compiles) -> None:

@@ -28,8 +28,9 @@ from test_architecture import (
     sources,
     tree_of,
 )
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 from torch.autograd import forward_ad
+from torch.distributions import distribution
 from torch.nn.utils import parametrize
 
 from lazyinline.autodiff.traces.torch_user_rules import (
@@ -117,6 +118,28 @@ def test_a_stack_of_layers_asks_its_mask_for_a_hint_in_its_forward(kind: Any) ->
         stack(x, mask) if is_encoder else stack(x, x, mask)
     assert [(owner is stack, given is mask) for owner, given in seen] == [(True, True)]
     assert type(stack.layers[0].self_attn) is nn.MultiheadAttention
+
+
+@contract("torch._is_all_true", "torch._assert_async")
+def test_a_distribution_asks_whether_all_is_valid_where_its_frame_tells_of_what() -> None:
+    seen: list[Any] = []
+
+    def is_all_true(valid: Tensor) -> bool:
+        frame = sys._getframe(1)
+        told = frame.f_locals
+        constraint = told.get("constraint", told.get("support"))
+        seen.append((told.get("param"), type(told["self"]), constraint))
+        assert frame.f_code.co_filename == distribution.__file__ and valid.all()
+        return True
+
+    with mock.patch.object(torch, "_is_all_true", is_all_true):
+        one = distributions.Normal(torch.zeros(2), torch.ones(2), validate_args=True)
+        one.log_prob(torch.ones(2))
+    with pytest.raises(RuntimeError, match="^that is said$"):
+        torch._assert_async(torch.tensor(False), "that is said")
+    real, positive = distributions.constraints.real, distributions.constraints.positive
+    normal = distributions.Normal
+    assert seen == [("loc", normal, real), ("scale", normal, positive), (None, normal, real)]
 
 
 def test_a_module_keeps_its_state_in_known_tables() -> None:

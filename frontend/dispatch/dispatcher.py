@@ -17,7 +17,14 @@ import torch
 from torch import nn
 
 from ...reuse import torch_pytree
-from ...reuse.errors import OURS, CaptureError, FinalCaptureError, LazyInlineError, ended_here
+from ...reuse.errors import (
+    INVALID,
+    OURS,
+    CaptureError,
+    FinalCaptureError,
+    LazyInlineError,
+    ended_here,
+)
 from ...reuse.evidence.module_state import module_state
 from ...reuse.ir.printer import counted
 from ...reuse.ir.program import Program, UserInput
@@ -280,6 +287,10 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             return self._runner()(args, kwargs)
         except OURS as error:
             raise ended_here(error) from error.__cause__
+        except RuntimeError as error:
+            if not str(error).endswith(INVALID):
+                raise
+            raise ValueError(str(error)) from None
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for the layouts of a call without running it."""

@@ -30,9 +30,11 @@ from torch._higher_order_ops.map import map_impl
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch.autograd.function import _SingleLevelFunction
+from torch.distributions import distribution
 from torch.jit._state import _try_get_jit_cached_function
 from torch.nn.modules import transformer
 
+from ...reuse.errors import INVALID
 from ...reuse.evidence.module_state import module_state
 from ...reuse.evidence.slots import reveal
 from ...reuse.torch_names import CALL_SLOT
@@ -468,6 +470,25 @@ def _takes_hints(stack: Any) -> bool:
     )
 
 
+def _patch_validations(watcher: _Watcher, thread: int) -> Callable[[], None]:
+    original = torch._is_all_true
+
+    def is_all_true(valid: torch.Tensor) -> Any:
+        # A distribution asks this to raise an error, which a program does by an assertion. One that
+        # fails on a GPU would end the use of the GPU, so there the question stays one to Python.
+        frame = sys._getframe(1)
+        is_check = frame.f_code.co_filename == distribution.__file__ and valid.device.type == "cpu"
+        if not is_check or threading.get_ident() != thread:
+            return original(valid)
+        told, argument = frame.f_locals, frame.f_locals.get("param", "value")
+        constraint = type(told.get("constraint", told.get("support"))).__name__.strip("_")
+        which = f"{argument} of {type(told['self']).__name__}"
+        torch._assert_async(valid.all(), f"Expected {which} to satisfy {constraint}{INVALID}")
+        return True
+
+    return replace_attributes(torch, {"_is_all_true": is_all_true})
+
+
 _PATCHES = (
     patch_control_flow,
     _patch_calls,
@@ -484,4 +505,5 @@ _PATCHES = (
     _patch_texts,
     _patch_output,
     _patch_hints,
+    _patch_validations,
 )
