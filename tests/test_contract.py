@@ -135,7 +135,7 @@ def test_a_distribution_asks_whether_all_is_valid_where_its_frame_tells_of_what(
     with mock.patch.object(torch, "_is_all_true", is_all_true):
         one = distributions.Normal(torch.zeros(2), torch.ones(2), validate_args=True)
         one.log_prob(torch.ones(2))
-    with pytest.raises(RuntimeError, match="^that is said$"):
+    with pytest.raises(RuntimeError, match=r"^that is said$"):
         torch._assert_async(torch.tensor(False), "that is said")
     real, positive = distributions.constraints.real, distributions.constraints.positive
     normal = distributions.Normal
