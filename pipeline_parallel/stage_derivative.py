@@ -156,7 +156,9 @@ def _split_leaf(leaf: ir.Leaf, early: frozenset[int]) -> Halves:
     late_results = [n for i in late_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
     # The order of in-place operators matters, so they run early, with all that they depend on.
     changing = leaf.nodes if any(mutated_args(n) for n in leaf.nodes) else ()
-    first = _with_picks(leaf, ancestors([*early_results, *changing]))
+    first = ancestors([*early_results, *changing])
+    # Only tensors can be carried: the getitems of operators with several results run with these.
+    first |= {n for n in leaf.nodes if n.target is operator.getitem and n.args[0] in first}
     # The late half computes views again, which is free: to carry them would keep the same memory.
     ends = first if changing else {n for n in first if not is_view(n) or len(n.all_input_nodes) > 1}
     second = ancestors(late_results, ends)
@@ -182,12 +184,6 @@ def _split_leaf(leaf: ir.Leaf, early: frozenset[int]) -> Halves:
         late_leaf = replace(leaf, name=f"{leaf.name}.late", module=module, input_names=())
         late_leaf = replace(late_leaf, input_types=given, output_types=types)
     return Halves(early_leaf, late_leaf, early_inputs, late_inputs, early_outputs, late_outputs)
-
-
-def _with_picks(leaf: ir.Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
-    """Adds the getitems of operators with several results: only tensors can be carried."""
-    picks = {n for n in leaf.nodes if n.target is operator.getitem and n.args[0] in nodes}
-    return nodes | picks
 
 
 Chosen = Callable[[Stage, Request], Request]

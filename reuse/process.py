@@ -30,7 +30,9 @@ NEWEST_PYTHON = (3, 14)
 def check_supported() -> None:
     """Checks Python's and PyTorch's versions: LazyInlineError if too old, a warning if too new."""
     here = sys.version_info[:2]
-    if _is_free_threaded():
+    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)
+    # Refused are builds without a global lock, in use or not, and those that run so.
+    if sysconfig.get_config_var("Py_GIL_DISABLED") or not has_lock():
         raise LazyInlineError(
             f"lazyinline does not run on free-threaded Python, and this is a free-threaded "
             f"{_text(here)}: a model that another thread changes while it is captured or checked "
@@ -48,12 +50,6 @@ def check_supported() -> None:
         _warn(f"lazyinline is tested with {wanted}, and this is {torch.__version__}: {command}")
     if here > NEWEST_PYTHON:
         _warn(f"lazyinline is tested up to Python {_text(NEWEST_PYTHON)}, this is {_text(here)}")
-
-
-def _is_free_threaded() -> bool:
-    """Whether this interpreter was built without a global lock, in use or not, or runs so."""
-    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)
-    return bool(sysconfig.get_config_var("Py_GIL_DISABLED")) or not has_lock()
 
 
 def _text(version: tuple[int, ...]) -> str:

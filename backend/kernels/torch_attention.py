@@ -107,25 +107,15 @@ def _is_small(node: torch.fx.Node) -> bool:
         return False
     if any(t.dim() != 4 for t in (query, key, value)):
         return False
-    single = not arguments["is_causal"] and _has_one_query(query, key, value)
-    small = single or _has_few_keys(query, key, value)
-    return small and not _has_gaps(node.meta["val"])
-
-
-def _has_one_query(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a head has one row of scores; the batch and the number of keys may be symbols."""
+    # With one row of scores in a head, the batch and the number of keys may be symbols.
     numbers = (*query.shape[1:], key.shape[1], key.shape[3], value.shape[1], value.shape[3])
-    return _are_numbers(*numbers) and query.shape[2] == 1
-
-
-def _has_few_keys(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    if not _are_numbers(*query.shape, *key.shape, *value.shape):
+    if not all(isinstance(size, int) for size in numbers):
         return False
-    return key.shape[-2] <= min(_MAX_KEYS, value.shape[-1])
-
-
-def _are_numbers(*sizes: int | torch.SymInt) -> bool:
-    return all(isinstance(size, int) for size in sizes)
+    small = not arguments["is_causal"] and query.shape[2] == 1
+    others = (query.shape[0], key.shape[0], key.shape[2], value.shape[0], value.shape[2])
+    if not small and all(isinstance(size, int) for size in others):
+        small = key.shape[-2] <= min(_MAX_KEYS, value.shape[-1])
+    return small and not _has_gaps(node.meta["val"])
 
 
 def _has_gaps(like: torch.Tensor) -> bool:

@@ -37,6 +37,7 @@ Each correction of its code generation is a context manager; outside of it Induc
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -424,7 +425,9 @@ def pads_realized(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             realized |= reshaped[node]
             found[node], reshaped[node] = found[node] - reshaped[node] | {node}, set()
     for node in [n for n in module.graph.nodes if n in realized]:
-        _realize(module.graph, node)
+        with module.graph.inserting_after(node):
+            written = _written(module.graph, node)
+        node.replace_all_uses_with(written, delete_user_cb=partial(operator.is_not, written))
     if realized:
         module.recompile()
     return module
@@ -474,12 +477,6 @@ def _nodes_in(args: Any) -> list[torch.fx.Node]:
     found: dict[torch.fx.Node, None] = {}
     map_arg(args, found.setdefault)
     return list(found)
-
-
-def _realize(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    with graph.inserting_after(node):
-        written = _written(graph, node)
-    node.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)
 
 
 def _written(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:

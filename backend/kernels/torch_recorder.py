@@ -75,7 +75,8 @@ def record_wrapper(
         elif name.startswith("cpp_fused"):
             scope[name] = recorder.launching(name, kept(scope[name]), "addresses")
         elif isinstance(scope[name], TritonKernel):
-            scope[name] = _Launched(name, scope[name], recorder)
+            launch = recorder.launching(name, scope[name], "addresses")
+            scope[name] = types.SimpleNamespace(run=launch)
     scope["reinterpret_tensor"] = recorder.reinterpret
     # Buffers of the plan are aligned; the link checks the others.
     scope["copy_if_misaligned"] = _same
@@ -139,17 +140,6 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 def _same(value: Any) -> Any:
     return value
-
-
-class _Launched:
-    """Records ``triton_poi_fused_0.run(a, b, 128, stream=s)``."""
-
-    def __init__(self, name: str, kernel: Callable[..., None], recorder: _Recorder) -> None:
-        self._launch = recorder.launching(name, kernel, "addresses")
-
-    def run(self, *args: Any, stream: int) -> None:
-        """Notes a launch."""
-        self._launch(*args)
 
 
 class _ExternKernels:
@@ -240,7 +230,8 @@ class _Recorder(TorchDispatchMode):
     ) -> Callable[..., Any]:
         """Returns a function that records a launch of ``function`` instead of running it."""
 
-        def launch(*args: Any, **kwargs: Any) -> Any:
+        # ``stream`` is of ``triton_poi_fused_0.run(a, b, 128, stream=s)``.
+        def launch(*args: Any, stream: int = 0, **kwargs: Any) -> Any:
             self._launch(name, function, args, kwargs, operands=operands)
             return kwargs.get("out")
 

@@ -386,7 +386,10 @@ def _own_results(layout: Layout, num_results: Sequence[int], roots: Sequence[obj
                 part.outputs[index] = replace(placed, instance=copies[key])
             elif placed.instance in needed | owners.keys() or instance.part != number:
                 is_shared = keys.count(key) > 1
-                whole = _whole(layout, placed) if is_shared else placed
+                whole = placed
+                if is_shared:  # the whole buffer, as a 1-d tensor of its dtype
+                    count = layout.instances[placed.instance].num_bytes // placed.dtype.itemsize
+                    whole = Placed(placed.instance, placed.dtype, (count,), (1,), 0)
                 copied = copied_out(layout, part, whole, "result")
                 copies[key] = copied.instance
                 part.outputs[index] = (
@@ -395,12 +398,6 @@ def _own_results(layout: Layout, num_results: Sequence[int], roots: Sequence[obj
             else:
                 instance.kind = "result" if instance.kind == "arena" else instance.kind
                 owners[placed.instance] = key
-
-
-def _whole(layout: Layout, placed: Placed) -> Placed:
-    """Returns the whole buffer of a tensor, as a 1-d tensor of its dtype."""
-    count = layout.instances[placed.instance].num_bytes // placed.dtype.itemsize
-    return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
 
 
 def _pin_results(layout: Layout, num_results: int) -> None:

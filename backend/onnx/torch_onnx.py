@@ -60,7 +60,8 @@ def convolution_backward(
 ) -> tuple[Any, Any, Any]:
     """Decomposes ``aten.convolution_backward``; the arguments are that operator's."""
     dims = weight.dim() - 2
-    stride, padding, dilation = (_per_dim(x, dims) for x in (stride, padding, dilation))
+    # One number stands for each dimension.
+    stride, padding, dilation = (list(x) * (dims // len(x)) for x in (stride, padding, dilation))
     grad_input = grad_weight = grad_bias = None
     if output_mask[0]:
         # A stride may not reach the last elements of the input: they get zeros.
@@ -121,10 +122,6 @@ def _cropped(tensor: Tensor, like: Tensor) -> Tensor:
 def _channels_as_batch(tensor: Tensor, groups: int) -> Tensor:
     """Returns ``[groups, channels of a group, batch, ...]``."""
     return tensor.unflatten(1, (groups, -1)).movedim(0, 2)
-
-
-def _per_dim(numbers: Sequence[int], dims: int) -> list[int]:
-    return list(numbers) * dims if len(numbers) == 1 else list(numbers)
 
 
 _END = 2**31 - 1

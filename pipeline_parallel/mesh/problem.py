@@ -93,7 +93,8 @@ class Problem:
         found = self._relaxed(costs, matrix, below)
         if found.x is None:
             raise OverMemoryError(self._limit or 0, self._least_bytes(matrix))
-        if self._is_whole(found.x):
+        taken = found.x[: self.num_options]
+        if np.all(np.minimum(taken, abs(1 - taken)) < _TOLERANCE):  # each is 0 or 1
             return self._solution(found.x, found)
         # Options that the relaxation sets to 1 are fixed; branching decides the few others.
         settled = [found.x[i] > 1 - _TOLERANCE for i in range(self.num_options)]
@@ -154,10 +155,6 @@ class Problem:
         # The marginal of the last row, which bounds memory, says what one more byte would save.
         is_scarce = self._limit is not None and relaxed.ineqlin.marginals[-1] < -_TOLERANCE
         return replace(made, bound_s=relaxed.fun * _UNIT_S, is_scarce=bool(is_scarce))
-
-    def _is_whole(self, values: Any) -> bool:
-        taken = values[: self.num_options]
-        return bool(np.all(np.minimum(taken, abs(1 - taken)) < _TOLERANCE))
 
     def _upper(self) -> tuple[Any, Any]:
         """Returns the rows with an upper bound; the last one bounds memory."""
