@@ -243,16 +243,13 @@ def _dense(cat: Callable[..., Any]) -> Callable[..., Any]:
 
     def decomposition(tensors: list[torch.Tensor], dim: int = 0) -> Any:
         made = cat(tensors, dim)
-        if not isinstance(made, torch.Tensor) or (made.dim() in (4, 5) and _is_channels_last(made)):
+        if not isinstance(made, torch.Tensor):
             return made
-        return made.contiguous()
+        form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(made.dim())
+        is_last = form is not None and made.is_contiguous(memory_format=form)
+        return made if is_last else made.contiguous()
 
     return decomposition
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    return tensor.is_contiguous(memory_format=form)
 
 
 def _without_wrapping(decomposition: Callable[..., Any]) -> Callable[..., Any]:

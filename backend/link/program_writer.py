@@ -328,7 +328,10 @@ class CodeWriter:
         if isinstance(value, (list, tuple)):
             inner = ", ".join(self._operand(v, placed) for v in value)
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * bool(inner)})"
-        return self._literal(value)
+        is_plain = value is None or type(value) in (bool, int, str, Size)
+        if is_plain or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        return self._constant(value)
 
     def _address(self, placed: Placed) -> str:
         """Returns the name of any tensor with the same address and dtype."""
@@ -342,13 +345,6 @@ class CodeWriter:
                     start = base
             self._starts[key] = self._name(start)
         return self._starts[key]
-
-    def _literal(self, value: Any) -> str:
-        if value is None or type(value) in (bool, int, str, Size):
-            return repr(value)
-        if type(value) is float and math.isfinite(value):
-            return repr(value)
-        return self._constant(value)
 
     def _constant(self, value: Any) -> str:
         name = self._constants.get(id(value))

@@ -161,11 +161,8 @@ def _plain(size: Any) -> Any:
     return int(expression) if expression.is_number else expression
 
 
-@functools.lru_cache(maxsize=4096)
-def _one_of(*facts: Any) -> TensorType:
-    """Returns one object for equal types: they are made and compared for every tensor."""
-    return TensorType(*facts)
-
+# Returns one object for equal types: they are made and compared for every tensor.
+_one_of = functools.lru_cache(maxsize=4096)(TensorType)
 
 HOST = torch.device("cpu", 1)
 """Host memory, as the device of offloaded tensors in a GPU program.
