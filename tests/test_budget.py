@@ -53,11 +53,11 @@ from link_tree import ROOT
 # changing and PyTorch's transformers (frontend +65).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_465, 90),
-    "reuse": (9_615, 35),
+    "reuse": (9_608, 35),
     "autodiff": (5_979, 19),
     "recompute": (1_075, 4),
-    "pipeline_parallel": (7_076, 23),
-    "backend": (12_183, 37),
+    "pipeline_parallel": (7_069, 23),
+    "backend": (12_148, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
