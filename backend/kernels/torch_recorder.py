@@ -75,8 +75,7 @@ def record_wrapper(
         elif name.startswith("cpp_fused"):
             scope[name] = recorder.launching(name, kept(scope[name]), "addresses")
         elif isinstance(scope[name], TritonKernel):
-            launch = recorder.launching(name, scope[name], "addresses")
-            scope[name] = types.SimpleNamespace(run=launch)
+            scope[name] = _on_a_stream(recorder.launching(name, scope[name], "addresses"))
     scope["reinterpret_tensor"] = recorder.reinterpret
     # Buffers of the plan are aligned; the link checks the others.
     scope["copy_if_misaligned"] = _same
@@ -140,6 +139,11 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _on_a_stream(launch: Callable[..., None]) -> Any:
+    """Returns what is called as ``triton_poi_fused_0.run(a, b, 128, stream=s)``."""
+    return types.SimpleNamespace(run=lambda *args, stream: launch(*args))
 
 
 class _ExternKernels:
@@ -230,8 +234,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Callable[..., Any]:
         """Returns a function that records a launch of ``function`` instead of running it."""
 
-        # ``stream`` is of ``triton_poi_fused_0.run(a, b, 128, stream=s)``.
-        def launch(*args: Any, stream: int = 0, **kwargs: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> Any:
             self._launch(name, function, args, kwargs, operands=operands)
             return kwargs.get("out")
 
