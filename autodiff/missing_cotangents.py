@@ -120,10 +120,16 @@ class MissingCotangents:
     def _composite(self, closure: ir.Composite, flags: tuple[str, ...]) -> _Found:
         program = closure.program
         kinds = dict(zip(program.inputs, flags, strict=True))
+        same: dict[ir.Value, ir.Value] = {}
         calls = []
         for call in program.calls:
             given = tuple(kinds[v] for v in call.args)
-            args = tuple(v for v in call.args if kinds[v] != _UNDEFINED)
+            args = tuple(same.get(v, v) for v in call.args if kinds[v] != _UNDEFINED)
+            # A sum with an undefined cotangent is the other one: adding zeros would cost a kernel.
+            if _is_sum(call.closure) and given.count(_UNDEFINED) == 1:
+                (total,) = call.results
+                same[total], kinds[total] = args[0], _COTANGENT
+                continue
             found = self._of(call.closure, given)
             kinds.update(zip(call.results, found.results, strict=True))
             if any(kind != _UNDEFINED for kind in found.results) or not call.results:
@@ -131,7 +137,7 @@ class MissingCotangents:
                 made = tuple(v for v in call.results if kinds[v] != _UNDEFINED)
                 calls.append(ir.Call(found.closure, args, made, call.path))
         results = tuple(kinds[v] for v in program.outputs)
-        outputs = tuple(v for v in program.outputs if kinds[v] != _UNDEFINED)
+        outputs = tuple(same.get(v, v) for v in program.outputs if kinds[v] != _UNDEFINED)
         if _UNDEFINED not in flags:
             return _Found(closure, results)
         inputs = tuple(v for v in program.inputs if kinds[v] != _UNDEFINED)
@@ -155,6 +161,12 @@ def _control(leaf: ir.Leaf, flags: tuple[str, ...]) -> _Found:
         raise _UnknownError  # it would need other bodies
     kind = _COTANGENT if _COTANGENT in flags else _UNDEFINED
     return _Found(leaf if kind == _COTANGENT else None, (kind,) * len(leaf.output_types))
+
+
+def _is_sum(closure: ir.Closure) -> bool:
+    """Returns whether a closure adds two operands of one type."""
+    alike = len({*closure.input_types, *closure.output_types}) == 1
+    return isinstance(closure, ir.Leaf) and alike and closure.is_sum
 
 
 def _leaf(leaf: ir.Leaf, flags: tuple[str, ...]) -> _Found:

@@ -175,11 +175,14 @@ def _compile_tiles(record: CompileRecord) -> Iterator[Tile]:
     yield from gpu_tiles(record.gpu)
 
 
-def gpu_tiles(gpu: GpuRecord | None) -> Iterator[Tile]:
-    """Yields tiles on predicted memory and time, if the compile has a target GPU."""
+def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
+    """Yields tiles on predicted memory and time, if the compile has a target GPU.
+
+    ``variant`` names the program if there are several.
+    """
     if gpu is None:
         return
-    where = gpu.target.name
+    where = gpu.target.name + (f", {variant}" if variant else "")
     fits = "fits in" if gpu.fits else "more than"
     predicted = gpu.prediction
     yield tile(
