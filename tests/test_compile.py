@@ -197,6 +197,20 @@ def test_a_distribution_in_a_forward_is_compiled_with_its_checks(backend: str) -
     assert step(batch()).isfinite()
 
 
+def test_a_distributions_error_that_a_forward_catches_is_caught() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.linear(x).exp().sin()
+        try:
+            return distributions.Normal(h, h + 2, validate_args=True).mean * 2
+        except ValueError:
+            return h.nan_to_num()
+
+    model = Made(forward, linear=nn.Linear(4, 4))
+    compiled = lazyinline.compile(model, backend="eager")
+    for x in (batch(), torch.full_like(batch(), math.nan), batch()):
+        assert_close(compiled(x), model(x))
+
+
 def test_modes_and_shapes_are_compiled_once_each_and_reused(compiles: Compiles) -> None:
     model = Net(lambda: MarkedBlock(norm=True, dropout=0.5))
     compiled = lazyinline.compile(model, backend="eager", dynamic=False)

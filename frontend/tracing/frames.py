@@ -6,6 +6,7 @@ their file, so that calls by PyTorch for its own purposes do not count as the mo
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 import types
@@ -75,6 +76,24 @@ def user_frame(frame: Any) -> Any:
 def is_library_frame(frame: Any) -> bool:
     """Whether a frame runs PyTorch's code or ours."""
     return str(frame.f_code.co_filename).startswith(_LIBRARY_FOLDERS)
+
+
+def frames_from(frame: Any) -> Iterator[Any]:
+    """Yields a frame and those that called it, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def may_catch(frame: Any) -> bool:
+    """Whether the user's Python in a frame is within a ``try`` or ``with``, and so may go on."""
+    if is_library_frame(frame):
+        return False
+    code = dis.Bytecode(frame.f_code)
+    ranges = getattr(code, "exception_entries", None)
+    if ranges is None:  # before Python 3.11, which does not tell where
+        return any(one.opname in ("SETUP_FINALLY", "SETUP_WITH") for one in code)
+    return any(one.start <= frame.f_lasti < one.end for one in ranges)
 
 
 def is_user_frame(frame: Any) -> bool:

@@ -18,6 +18,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -38,7 +39,14 @@ from ...reuse.errors import INVALID
 from ...reuse.evidence.module_state import module_state
 from ...reuse.evidence.slots import reveal
 from ...reuse.torch_names import CALL_SLOT
-from .frames import acts_on_modules, is_library_frame, is_torch_frame, is_user_frame
+from .frames import (
+    acts_on_modules,
+    frames_from,
+    is_library_frame,
+    is_torch_frame,
+    is_user_frame,
+    may_catch,
+)
 from .gradients import Argnums, Function, gradient_and_result
 from .torch_tensor_answers import is_answer, watched_names
 
@@ -471,14 +479,17 @@ def _takes_hints(stack: Any) -> bool:
 
 
 def _patch_validations(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    original = torch._is_all_true
+    original, outside = torch._is_all_true, set(map(id, frames_from(sys._getframe())))
 
     def is_all_true(valid: torch.Tensor) -> Any:
         # A distribution asks this to raise an error, which a program does by an assertion. One that
-        # fails on a GPU would end the use of the GPU, so there the question stays one to Python.
+        # fails on a GPU would end the use of the GPU, so there the question stays one to Python, as
+        # where the forward may catch the error.
         frame = sys._getframe(1)
         is_check = frame.f_code.co_filename == distribution.__file__ and valid.device.type == "cpu"
         if not is_check or threading.get_ident() != thread:
+            return original(valid)
+        if any(map(may_catch, takewhile(lambda one: id(one) not in outside, frames_from(frame)))):
             return original(valid)
         told, argument = frame.f_locals, frame.f_locals.get("param", "value")
         constraint = type(told.get("constraint", told.get("support"))).__name__.strip("_")
