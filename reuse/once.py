@@ -14,10 +14,11 @@ def once(method: Method) -> Method:
     table = f"_{method.__name__}_once"
 
     @wraps(method)
-    def kept(self: Any, *key: Any) -> Any:
+    def kept(self: Any, *args: Any, **named: Any) -> Any:
         known = vars(self).setdefault(table, {})
+        key = (args, *named.items()) if named else args
         if key not in known:
-            known[key] = method(self, *key)
+            known[key] = method(self, *args, **named)
         return known[key]
 
     return cast("Method", kept)

@@ -96,16 +96,19 @@ def _into_a_copy(operator: Any) -> Callable[..., Any]:
     """Applies an operator to a clone of a tensor that has gaps or overlapping elements."""
 
     def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.is_contiguous() or TensorType.of(x).is_dense:
+        if _is_dense(x):
             return NotImplemented
         copy = x.clone()
-        if not (
-            copy.is_contiguous() or TensorType.of(copy).is_dense
-        ):  # this rule would be asked again without end
+        if not _is_dense(copy):  # this rule would be asked again without end
             raise PlanError(f"whether strides {copy.stride()} have gaps depends on the sizes")
         return operator(copy, *args, **kwargs)
 
     return decomposition
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    # Of symbolic strides PyTorch can tell that they are contiguous where their terms do not.
+    return tensor.is_contiguous() or TensorType.of(tensor).is_dense
 
 
 def _of_bytes(operator: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -184,7 +184,7 @@ class Problem:
         self._equal([(o, 1.0) for o in options] + [(f, -1.0) for f in flows], 0.0)
 
     @once
-    def _by_layout(self, item: Item, number: int, is_output: bool) -> dict[Layouts, list[int]]:
+    def _by_layout(self, item: Item, number: int, *, is_output: bool) -> dict[Layouts, list[int]]:
         first, table = self._first[item.group], defaultdict[Layouts, list[int]](list)
         for option, one in enumerate(item.group.layouts(item, number, is_output=is_output)):
             table[one].append(first + option)
@@ -198,8 +198,8 @@ class Problem:
         """Adds the edges of one tensor, which is redistributed to each layout once."""
         made: dict[tuple[Layouts, Layouts], list[int]] = defaultdict(list)
         for edge in edges:
-            before = self._by_layout(edge.source, edge.output, True)
-            after = self._by_layout(edge.target, edge.operand, False)
+            before = self._by_layout(edge.source, edge.output, is_output=True)
+            after = self._by_layout(edge.target, edge.operand, is_output=False)
             into: dict[Layouts, list[int]] = {layouts: [] for layouts in after}
             for given, options in before.items():
                 out = []

@@ -161,7 +161,7 @@ def _plain(size: Any) -> Any:
     return int(expression) if expression.is_number else expression
 
 
-# Returns one object for equal types: they are made and compared for every tensor.
+# One object for equal types: they are made and compared for every tensor.
 _one_of = functools.lru_cache(maxsize=4096)(TensorType)
 
 HOST = torch.device("cpu", 1)
