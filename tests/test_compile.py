@@ -8,6 +8,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -209,6 +210,23 @@ def test_a_distributions_error_that_a_forward_catches_is_caught() -> None:
     compiled = lazyinline.compile(model, backend="eager")
     for x in (batch(), torch.full_like(batch(), math.nan), batch()):
         assert_close(compiled(x), model(x))
+
+
+def test_a_change_of_whether_distributions_check_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Made(
+        lambda self, x: distributions.Normal(self.linear(x), x).mean, linear=nn.Linear(4, 4)
+    )
+    runs = (
+        lazyinline.compile(model, backend="eager"),
+        lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager"),
+    )
+    for checks in (False, True, False):
+        monkeypatch.setattr(distributions.Distribution, "_validate_args", checks)
+        for run in (model, *runs):
+            with pytest.raises(ValueError, match="GreaterThan") if checks else nullcontext():
+                run(-batch().abs())
 
 
 def test_modes_and_shapes_are_compiled_once_each_and_reused(compiles: Compiles) -> None:

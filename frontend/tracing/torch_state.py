@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+from torch.distributions import Distribution
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
@@ -156,7 +157,8 @@ def modes_now() -> tuple[Any, ...]:
 
 
 def _other_modes() -> tuple[Any, ...]:
-    return torch.is_inference_mode_enabled(), matmul_precision(), default_device()
+    checks = Distribution._validate_args  # whether distributions check what they are given
+    return torch.is_inference_mode_enabled(), matmul_precision(), default_device(), checks
 
 
 def default_device() -> torch.device | None:
