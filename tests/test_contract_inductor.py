@@ -301,25 +301,6 @@ def test_a_kernel_of_tiles_stores_through_one_of_vectors() -> None:
     assert tile.store is before
 
 
-@contract(f"{INDUCTOR}.fx_passes.post_grad: should_prefer_unfused_addmm")
-@pytest.mark.parametrize("alpha", [1, 0.5])
-def test_a_scaled_sum_with_a_product_is_not_one_product(alpha: float) -> None:
-    from torch._inductor.fx_passes import post_grad
-
-    before, graph = post_grad.should_prefer_unfused_addmm, torch.fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.ones(2, 2)
-    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
-    total = graph.call_function(torch.ops.aten.add.Tensor, (x, product), {"alpha": alpha})
-    graph.output(total)
-    product.meta["val"] = total.meta["val"] = torch.ones(2, 2)
-    with sums_scaled():
-        post_grad.pass_patterns[2].apply(torch.fx.GraphModule({}, graph).graph)
-    left = {node.target for node in graph.nodes}
-    assert (torch.ops.aten.add.Tensor in left) == (alpha != 1)
-    assert post_grad.should_prefer_unfused_addmm is before
-
-
 @contract(f"{INDUCTOR}.codegen.cpp: TilingSelect._select_tiling_indices", "._select_tiling_indices")
 @pytest.mark.parametrize(
     ("chosen", "sizes", "kept"),
@@ -849,3 +830,21 @@ def test_what_index_put_reads_of_its_own_operand_is_copied() -> None:
     module = traced_on_fakes(put, torch.randn(4, 8))
     (realize,) = (n for n in values_kept_apart(module).graph.nodes if "realize" in str(n.target))
     assert [user.target for user in realize.users] == [aten.index_put.default]
+
+
+@pytest.mark.parametrize("autotune", [False, True])
+def test_a_scaled_sum_with_a_product_is_not_one_product(autotune: bool) -> None:
+    from torch._inductor import config
+
+    def scaled(alpha: float, x: Tensor) -> tuple[Tensor, ...]:
+        product = aten.clone.default(aten.mm.default(x.cos(), x))  # Inductor takes the clone out
+        first = aten.mm.default(x, x) if autotune else x.sin()
+        return (aten.add.Tensor(first, product, alpha=alpha),)
+
+    given = torch.randn(8, 8)
+    half, whole = (traced_on_fakes(functools.partial(scaled, alpha), given) for alpha in (0.5, 1))
+    with config.patch(max_autotune_gemm=autotune):
+        (compiled,) = compile_leaves([half], lambda: None)
+    assert not isinstance(compiled, NotCompiled)
+    torch.testing.assert_close(compiled([given]), list(scaled(0.5, given)))
+    assert targets(sums_scaled(whole)) == targets(whole)

@@ -20,8 +20,9 @@ Each correction of its code generation is a context manager; outside of it Induc
 * Atomic adds from tiles. In a kernel of several threads that adds to memory from two-dimensional
   tiles, torch before 2.15 adds the offset within the tile to the index twice
   (pytorch/pytorch#191837): it adds to other memory, even out of bounds.
-* Scaled sums with a product. Inductor makes one ``addmm`` of ``x.add(a @ b, alpha=0.1)``, without
-  alpha (torch 2.11 to 2.14 at least; the same in another pass is pytorch/pytorch#167313).
+* Scaled sums with a product. Inductor makes one ``addmm`` of ``x.add(a @ b, alpha=0.1)``, and one
+  kernel of a sum of two products under ``max_autotune``, without alpha (torch 2.11 to 2.14 at
+  least; the same in another pass is pytorch/pytorch#167313).
 * Casts to fewer bits. In a kernel that reads the result of ``x.bfloat16()`` as float32 again,
   Inductor reads ``x``: what quantizes, or adds up what a cast lost, computed something else.
 * Sums in tiles. Where a loop stands between the two of a tile, and the inner one is summed over, a
@@ -266,18 +267,6 @@ def offsets_added_once() -> AbstractContextManager[Any]:
     return mock.patch.object(CppTile2DKernel, "store", store)
 
 
-def sums_scaled() -> AbstractContextManager[Any]:
-    """Makes graphs lowered inside keep sums with products apart from them where alpha is not 1."""
-    import torch._inductor.fx_passes.post_grad as post_grad
-
-    original = post_grad.should_prefer_unfused_addmm
-
-    def prefers_apart(match: Any) -> bool:
-        return bool(match.output_node().kwargs.get("alpha", 1) != 1 or original(match))
-
-    return mock.patch.object(post_grad, "should_prefer_unfused_addmm", prefers_apart)
-
-
 def sums_tiled_beside() -> AbstractContextManager[Any]:
     """Makes kernels generated inside take vectors of the inner loop where a sum's tile is wrong."""
     from torch._inductor.codegen.cpp import TilingSelect
@@ -441,6 +430,24 @@ def _is_read_through(node: torch.fx.Node) -> bool:
     return is_view(node) or by_element or node.target in _PADDED
 
 
+def sums_scaled(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Keeps products apart from the sums that they are added to with an ``alpha``.
+
+    Inductor makes one ``addmm`` of ``x.add(a @ b, alpha=0.1)`` and, under ``max_autotune``, one
+    kernel of a sum of two products. Both passes forget ``alpha``.
+    """
+    graph = module.graph
+    sums = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    scaled = [node for node in sums if node.kwargs.get("alpha", 1) != 1]
+    shown = _shown(graph) if scaled else {}
+    for node in scaled:
+        for read in node.all_input_nodes:
+            if any(x.target is aten.mm.default for x in shown[read]):
+                with graph.inserting_before(node):
+                    node.replace_input_with(read, _written(graph, read))
+    return module
+
+
 def values_kept_apart(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Copies what ``index_put`` reads if it may be a view of the tensor that it changes.
 
@@ -449,16 +456,9 @@ def values_kept_apart(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     wrote over them. A copy of a view is one too, since Inductor takes ``clone`` out. ``index_add``,
     ``index_copy`` and ``put`` are made of it. Seen on torch 2.14, in ``torch.compile``, too.
     """
-    from torch._inductor.fx_passes.post_grad import noop_registry
-
     graph = module.graph
     puts = [n for o in PUTTING for n in graph.find_nodes(op="call_function", target=o)]
-    shown: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # whose memory a node may show
-    for node in graph.nodes if puts else ():
-        is_call = isinstance(node.target, torch._ops.OpOverload)
-        is_through = is_call and (is_view(node) or node.target in noop_registry)
-        inputs = node.all_input_nodes if is_through else ()
-        shown[node] = set().union(*(shown[x] for x in inputs)) or {node}
+    shown = _shown(graph) if puts else {}
     for node in puts:
         changed, *others = node.args
         for read in [x for x in _nodes_in(others) if shown[x] & shown[changed]]:
@@ -467,6 +467,19 @@ def values_kept_apart(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             others = map_arg(others, partial(_replaced, {read: copied}))
         node.args = (changed, *others)
     return module
+
+
+def _shown(graph: torch.fx.Graph) -> dict[torch.fx.Node, set[torch.fx.Node]]:
+    """Returns for each node those whose memory it may show."""
+    from torch._inductor.fx_passes.post_grad import noop_registry
+
+    shown: dict[torch.fx.Node, set[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        is_call = isinstance(node.target, torch._ops.OpOverload)
+        is_through = is_call and (is_view(node) or node.target in noop_registry)
+        inputs = node.all_input_nodes if is_through else ()
+        shown[node] = set().union(*(shown[x] for x in inputs)) or {node}
+    return shown
 
 
 def _replaced(by: Mapping[torch.fx.Node, torch.fx.Node], node: torch.fx.Node) -> torch.fx.Node:

@@ -211,7 +211,7 @@ def compile_leaves(
 def _changeable(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Returns a copy for Inductor, whose passes change graphs; symbolic sizes are inputs first."""
     copied = with_size_inputs(module, symbols_of(module), "first")
-    return values_kept_apart(pads_realized(copied))
+    return sums_scaled(values_kept_apart(pads_realized(copied)))
 
 
 def _compiled_or_why_not(module: torch.fx.GraphModule) -> BoxedCallable | NotCompiled:
@@ -237,7 +237,6 @@ def _corrections() -> Iterator[None]:
     with (
         quicker_writing(),
         offsets_added_once(),
-        sums_scaled(),
         sums_tiled_beside(),
         casts_rounded(),
         drawn_in_order(),
@@ -270,7 +269,7 @@ def write_gpu_leaves(
     # that reuses a buffer which a launch allocated would need a copy.
     off = dict.fromkeys(("triton.autotune_at_compile_time", "allow_buffer_reuse"), False)
     plain = config.patch({"compile_threads": 1, **off})
-    with settings(), plain, kernels_as_text(), drawn_in_order(), sums_scaled(), quicker_writing():
+    with settings(), plain, kernels_as_text(), drawn_in_order(), quicker_writing():
         for module in [_changeable(module) for module in modules]:
             written.append(_compiled_or_why_not(module))
             on_written()
