@@ -212,6 +212,22 @@ def test_a_distributions_error_that_a_forward_catches_is_caught() -> None:
         assert_close(compiled(x), model(x))
 
 
+def test_a_covariance_is_checked_in_the_program() -> None:
+    def forward(self: Any, x: Tensor, matrix: Tensor) -> Tensor:
+        return distributions.MultivariateNormal(
+            self.linear(x), matrix, validate_args=True
+        ).rsample()
+
+    model, bent, whole = Made(forward, linear=nn.Linear(4, 4)), torch.eye(4), torch.eye(4) + 0.1
+    bent[0, 1] = 0.5
+    compiled = assert_equals_eager(model, (batch(), whole), backend="eager").compiled
+    assert not compiled.last_report.ran_eagerly
+    for run in (compiled, model):
+        for matrix in (bent, -whole, torch.stack([whole, bent])):
+            with pytest.raises(ValueError, match=r"to satisfy.* PositiveDefinite"):
+                run(batch(1)[0], matrix)
+
+
 def test_a_change_of_whether_distributions_check_is_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -31,7 +31,7 @@ from torch._higher_order_ops.map import map_impl
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch.autograd.function import _SingleLevelFunction
-from torch.distributions import distribution
+from torch.distributions import constraints, distribution
 from torch.jit._state import _try_get_jit_cached_function
 from torch.nn.modules import transformer
 
@@ -497,7 +497,21 @@ def _patch_validations(watcher: _Watcher, thread: int) -> Callable[[], None]:
         torch._assert_async(valid.all(), f"Expected {which} to satisfy {constraint}{INVALID}")
         return True
 
-    return replace_attributes(torch, {"_is_all_true": is_all_true})
+    check = constraints.positive_definite.check
+
+    def is_positive_definite(matrix: torch.Tensor) -> torch.Tensor:
+        # PyTorch's asks by an `if` whether all are symmetric, and only then factors them.
+        if matrix.shape[-2] != matrix.shape[-1] or threading.get_ident() != thread:
+            return check(matrix)  # type: ignore[no-any-return]
+        symmetric = torch.isclose(matrix, matrix.mT, atol=1e-6).all(-2).all(-1)
+        factored = torch.linalg.cholesky_ex(matrix).info.eq(0)
+        return torch.where(symmetric.all(), factored, symmetric)
+
+    with ExitStack() as undo:
+        undo.callback(replace_attributes(torch, {"_is_all_true": is_all_true}))
+        kept = {"check": is_positive_definite}
+        undo.callback(replace_attributes(constraints.positive_definite, kept))
+        return undo.pop_all().close
 
 
 _PATCHES = (
