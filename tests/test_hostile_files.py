@@ -291,7 +291,7 @@ def refused(content: bytes, path: Path, seeds: range, *ways: Any) -> set[int]:
 
 @pytest.mark.sweep(keep="few")
 @pytest.mark.parametrize(
-    ("seeds", "least"), [(range(42), 27), (range(70, 10_070), 7_000)], ids=["few", "many"]
+    ("seeds", "least"), [(range(28), 17), (range(70, 10_070), 7_000)], ids=["few", "many"]
 )
 def test_a_damaged_or_forged_file_is_refused_in_a_sentence(
     seeds: range, least: int, sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -344,7 +344,7 @@ def results(path: Path) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.sweep(keep="few")
-@pytest.mark.parametrize("count", [20, 3_000], ids=["few", "many"])
+@pytest.mark.parametrize("count", [9, 3_000], ids=["few", "many"])
 def test_sizes_and_conditions_that_lie_are_refused_or_change_no_number(
     count: int,
     sized: tuple[bytes, torch.nn.Module],
@@ -473,11 +473,10 @@ def test_stages_of_others_and_missing_are_refused(
         first, second = (f"ranks/0/programs/0/stages/{i}/{name}" for i in (0, 1))
         forged = parts | {first: parts[second], second: parts[first]}
         assert opened(written(forged), path), name
-        without = {n: content for n, content in parts.items() if n != second}
-        assert f"it has no part {second}" in opened(written(without), path)
     weights = "ranks/0/weights.safetensors"
-    without = {n: content for n, content in parts.items() if n != weights}
-    assert f"it has no part {weights}" in opened(written(without), path)
+    for name in (second, weights):
+        without = {n: content for n, content in parts.items() if n != name}
+        assert f"it has no part {name}" in opened(written(without), path)
     assert "its weights have no" in opened(
         written(parts | {weights: parts["ranks/0/constants.safetensors"]}), path
     )

@@ -194,6 +194,7 @@ WHOLE = """aten closure @whole(%a0: f64[32,16]) -> (f64[4,8,16]) {
 
 
 @pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.sweep(keep="0")
 def test_a_stage_that_sends_what_the_next_one_does_not_take_is_refused(
     rank: int, staged: bytes, tmp_path: pathlib.Path
 ) -> None:
@@ -235,7 +236,7 @@ SHOWN = {
     ("kind", "ranks"),
     [("piped", ["rank 0"]), ("meshed", ["ranks 0, 1"]), ("staged", ["ranks 0, 1", "ranks 2, 3"])],
 )
-@pytest.mark.sweep(keep=["[meshed", "[staged"])
+@pytest.mark.sweep(keep="[staged")
 def test_commands_show_what_ranks_run_once_and_which_run_the_same(
     kind: str,
     ranks: list[str],
@@ -266,7 +267,7 @@ def test_commands_show_what_ranks_run_once_and_which_run_the_same(
 
 
 @pytest.mark.sweep(keep=["piped-1-few", "meshed-2-few"])
-@pytest.mark.parametrize("count", [12, 2_000], ids=["few", "many"])
+@pytest.mark.parametrize("count", [6, 2_000], ids=["few", "many"])
 @pytest.mark.parametrize(("kind", "world"), [("piped", 1), ("meshed", 2), ("staged", 4)])
 def test_a_forged_file_of_several_ranks_is_refused_in_a_sentence(
     kind: str,
@@ -280,7 +281,7 @@ def test_a_forged_file_of_several_ranks_is_refused_in_a_sentence(
     content: bytes = request.getfixturevalue(kind)
     ways = (forger.swapped, forger.left_out, forger.json_changed)
     ways += (forger.text_changed, forger.size_changed)
-    seeds, found = range(max(12, count // world)), set[int]()
+    seeds, found = range(max(6, count // world)), set[int]()
     for rank in range(world):  # each reads its own parts
         with one_of_many(world, rank):
             found |= refused(content, tmp_path / "forged.lz", seeds, *ways)

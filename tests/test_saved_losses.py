@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import os
-import subprocess
-import sys
-import textwrap
 import zipfile
 from pathlib import Path
 from random import Random
@@ -15,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import gradients
-from hugging_face import build
 from models import Made, MarkedBlock, Net, batch
 from test_hostile_files import OF_PARTS, opened, parts_in, refused, written
 from test_saved import reloaded
 from torch import Tensor, nn
-from transformers.utils.logging import warning_once
 
 import lazyinline
 
@@ -62,7 +54,7 @@ KINDS: dict[str, tuple[bool, Any]] = {
 }
 
 
-@pytest.mark.sweep(keep=["plain-signed-inductor", "sizes-full-another-eager"])
+@pytest.mark.sweep(keep=["plain-signed-eager", "sizes-full-another-eager"])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("machine", ["signed", "another"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,81 +75,11 @@ def test_a_file_holds_the_backwards_for_losses_of_some_results(
         names = [name for name in archive.namelist() if "backward." in name]
     wanted = ["backward.txt", "backward.1.txt", "backward.2.txt"]
     assert [name.rpartition("/")[2] for name in names] == wanted
-    for size in (8, 12, 5) if dynamic else (8,):
+    for size in (8, 5) if dynamic else (8,):
         found, expected = steps_of(loaded, batch(size)), steps_of(compiled, batch(size))
         assert all(map(torch.equal, found, expected)), size
     if (machine, backend) == ("signed", "inductor"):
         assert loaded.last_report.num_kernels == 0, "kernels that this machine signed are taken"
-
-
-LABELLED = """
-    import sys
-    import torch
-    import lazyinline
-
-    given, losses, grads = torch.load(sys.argv[2])
-    loaded = lazyinline.load(sys.argv[1])
-    for inputs, expected in zip(given, losses):
-        loaded.zero_grad()
-        loss = loaded(**inputs)["loss"]
-        loss.backward()
-        with torch.no_grad():  # optimizers import Dynamo
-            for p in loaded.parameters():
-                p -= 0 if p.grad is None else 0.01 * p.grad
-        assert torch.equal(loss, expected)
-    for module in ("torch._dynamo", "torch._inductor.compile_fx", "transformers"):
-        assert module not in sys.modules, module
-    found = {name: p.grad for name, p in loaded.named_parameters()}
-    for name, grad in grads.items():
-        assert grad is found[name] if grad is None else torch.equal(grad, found[name]), name
-"""
-
-
-@pytest.mark.sweep(keep="gpt2-plain")
-@pytest.mark.parametrize("dynamic", [False, True], ids=["plain", "sizes"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
-def test_a_loss_beside_logits_takes_no_compile_where_a_file_is_opened(
-    family: str, dynamic: bool, tmp_path: Path
-) -> None:
-    lazyinline.compile(nn.Linear(8, 8))(batch(2, 8))  # the native loop, where sizes keep nothing
-    model = build(family, 1, dropout_rate=0.0, use_cache=False).eval()
-    compiled: Any = lazyinline.compile(model, dynamic=dynamic, fallback="error")
-
-    def inputs_of(length: int) -> dict[str, Tensor]:
-        ids = torch.arange(2 * length).view(2, length) % 50
-        return {"input_ids": ids, "labels": ids.flip(0).contiguous()}
-
-    warning_once.cache_clear()  # Transformers warns of GPT-2's loss, in the call that compiles
-    compiled(**inputs_of(12)).loss.backward()
-    state = copy.deepcopy(model.state_dict())
-    lazyinline.save(compiled, tmp_path / "model.lz")
-    loaded = lazyinline.load(tmp_path / "model.lz")
-    lazyinline.save(loaded, tmp_path / "again.lz")
-    assert (tmp_path / "model.lz").read_bytes() == (tmp_path / "again.lz").read_bytes()
-
-    model.load_state_dict(state)
-    given = [inputs_of(length) for length in ((12, 17, 12) if dynamic else (12, 12, 12))]
-    losses = []
-    for inputs in given:
-        model.zero_grad()
-        loss = compiled(**inputs).loss
-        loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0 if p.grad is None else 0.01 * p.grad
-        losses.append(loss.detach())
-    torch.save((given, losses, gradients(model)), tmp_path / "numbers.pt")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", textwrap.dedent(LABELLED)),
-            *(str(tmp_path / "model.lz"), str(tmp_path / "numbers.pt")),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "LAZYINLINE_VERIFY": "0"},  # which reads operators
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +113,7 @@ def test_a_backward_that_does_not_fit_the_whole_is_refused(paired: bytes, tmp_pa
 
 
 @pytest.mark.sweep(keep="few")
-@pytest.mark.parametrize("count", [20, 3_000], ids=["few", "many"])
+@pytest.mark.parametrize("count", [8, 3_000], ids=["few", "many"])
 def test_files_with_such_backwards_that_are_damaged_are_refused_in_a_sentence(
     count: int, paired: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
