@@ -19,6 +19,7 @@ HERE = str(pathlib.Path(__file__).parent)
 IMPORTED = (
     *("lazyinline", "lazyinline.pipeline_parallel.mesh.planner", "torch._inductor.compile_fx"),
     *("torch.distributed.tensor", "torch.distributed.checkpoint", "pytest"),
+    "torch.utils.cpp_extension",  # which Inductor imports for a first kernel
 )
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # elsewhere, forks may hang in BLAS
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from decoders import Decoder, DecoderConfig
 from memory_events import memory_use
-from models import Made
+from models import Made, MarkedBlock, Stack
 from parallel_models import MEGATRON, mesh_of, tiny, tokens
 from rank_threads import one_of_many
 from torch import nn
@@ -33,10 +33,10 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def decoder(layers: int = 3) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+def decoder() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     """A model on the meta device, and a batch of eight rows."""
     with torch.device("meta"):
-        config = DecoderConfig(layers, hidden=32, num_heads=2, vocab=64, seq=64, batch=8)
+        config = DecoderConfig(3, hidden=32, num_heads=2, vocab=64, seq=64, batch=8)
         ids = torch.zeros(8, 64, dtype=torch.long)
         return Decoder(config).bfloat16(), (ids, ids)
 
@@ -103,22 +103,25 @@ def test_stages_are_counted_for_each_rank_and_the_one_that_holds_most_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lower, "is_interpreting", lambda: True)
-    model, args = decoder(layers=3)
-    mesh = {"pp": 3, "fsdp": 2}
+    with torch.device("meta"):
+        layers = Stack(*(MarkedBlock(32) for _ in range(2)))
+        model = Made(lambda self, x: self.layers(x).square().mean(), layers=layers).bfloat16()
+        args = (torch.zeros(8, 32, dtype=torch.bfloat16),)
+    mesh = {"pp": 2, "fsdp": 2}
     found = lazyinline.fit(model, args, mesh=mesh, target=TARGET, micro_batches=4)
     plan = found.pipeline
     assert plan is not None
-    assert [stage.in_flight for stage in plan.stages] == [3, 2, 1]
-    assert plan.bubble > 2 / 6 - 0.05 and found.seconds == plan.step_s  # of stages that are alike
+    assert [stage.in_flight for stage in plan.stages] == [2, 1]
+    assert plan.bubble > 1 / 5 - 0.05 and found.seconds == plan.step_s  # of stages that are alike
     held = sum(p.numel() * 2 for p in model.parameters())
     assert sum(stage.gradient_bytes for stage in plan.stages) * 2 == held
-    # What a stage sends arrives at the next: the residual stream, and the rotary tables.
+    # What a stage sends arrives at the next.
     sends = [one for one in found.step.collectives if one.part == "stage 0, forward"]
     sends = [one for one in sends if one.kind == "send"]
     assert [(one.axis, one.num_bytes) for one in sends] == [
         ("pp", plan.stages[1].received_bytes)
     ] * 4
-    assert "1F1B of 3 stages, 4 micro-batches" in str(found)
+    assert "1F1B of 2 stages, 4 micro-batches" in str(found)
     assert max(map(len, str(found).splitlines())) <= 100
 
 
@@ -230,9 +233,9 @@ def test_what_a_program_cannot_ask_is_told() -> None:
 
 @pytest.mark.parametrize("axes", [{"fsdp": 2}, {"data": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.sweep(keep=["None-{'fsdp': 2}", "full-{'data': 2, 'tp': 2}"])
+@pytest.mark.sweep(keep="full-{'fsdp': 2}")
 def test_a_rank_holds_what_its_plan_says(axes: dict[str, int], recompute: Any) -> None:
-    model = tiny(4, width=64).float()
+    model = tiny(2, width=64).float()
     plan = MEGATRON if "tp" in axes else None
     with one_of_many(torch.Size(axes.values()).numel()):
         parallel = lazyinline.parallelize(

@@ -55,7 +55,6 @@ from lazyinline.reuse.ir.rewrite import map_leaves
 RATES = Rates(flops_per_s=4e14, bytes_per_s=1e15)
 LINK = AxisRates(bytes_per_s=3e11, latency_s=1e-5)
 SIZES = {"hidden": 2048, "num_heads": 16, "ffn": 8192, "vocab": 32000, "seq": 1024}
-TINY = {"hidden": 32, "num_heads": 2, "ffn": 64, "vocab": 61, "seq": 8}
 MODELS = {"llama": Decoder, "gpt": GptDecoder}
 
 
@@ -135,7 +134,7 @@ def test_megatrons_plan_is_found_without_a_mark(
 
 
 def test_closures_from_the_cache_have_the_plan_of_new_ones() -> None:
-    step = step_of(GptDecoder(DecoderConfig(3, batch=1, **TINY)), *[torch.zeros(1, 8).long()] * 2)
+    step = decoder_step("gpt", batch=4)
     new = find_plan(step, [axis("tensor", 2)], RATES)
 
     def read(leaf: Leaf) -> Leaf:
@@ -172,15 +171,17 @@ def test_parameters_are_split_over_an_axis_of_the_batch_where_memory_asks_for_it
 
 @pytest.mark.parametrize(
     ("share", "bytes_per_s", "chosen"),
-    [(1.01, 3e11, ""), (0.9, 3e11, ""), (0.85, 2e10, "selective"), (0.75, 2e10, "full")],
+    [(0.9, 3e11, ""), (0.85, 2e10, "selective"), (0.75, 2e10, "full")],
 )
-@pytest.mark.sweep(keep=["1.01", "0.85"])
+@pytest.mark.sweep(keep="0.85")
 def test_what_is_computed_again_is_weighed_against_what_moves_more(
     share: float, bytes_per_s: float, chosen: RecomputeMark
 ) -> None:
     axes = [Axis("tensor", 2, AxisRates(bytes_per_s, 1e-5))]
     plain = find_plan(decoder_step("llama", batch=4), axes, RATES)
     limit, every = int(share * plain.plan.held_bytes), list[FoundPlan]()
+    with_room = {"": plain}  # nothing else is tried
+    assert cheapest_plan(with_room.__getitem__, ("selective", "full")) is plain
 
     def find(policy: RecomputeMark) -> FoundPlan:
         step = decoder_step("llama", batch=4, recompute=policy)
@@ -191,9 +192,8 @@ def test_what_is_computed_again_is_weighed_against_what_moves_more(
     assert found.plan.recompute == chosen
     assert found.seconds == min(one.seconds for one in every)
     assert found.plan.held_bytes <= limit
-    assert len(every) == (1 if share > 1 else 3)
-    said = f"the fastest is recompute {chosen or 'none'}" in found.plan.table
-    assert said == (share < 1)
+    assert len(every) == 3
+    assert f"the fastest is recompute {chosen or 'none'}" in found.plan.table
 
 
 def test_without_room_for_any_recompute_the_least_that_fits_is_told() -> None:
@@ -237,7 +237,7 @@ def test_gradients_of_a_joint_projection_are_joined_by_rows() -> None:
 
 
 def test_what_memory_cannot_hold_is_refused() -> None:
-    step, axes = decoder_step("gpt"), [axis("tensor", 2)]
+    step, axes = decoder_step("gpt", batch=4), [axis("tensor", 2)]
     with pytest.raises(PlanError, match="at most 1000 bytes") as refused:
         find_plan(step, axes, RATES, memory_bytes_per_rank=1000)
     (least,) = re.findall(r"at least ([\d,]+)", str(refused.value))
@@ -253,7 +253,7 @@ def test_the_number_of_layers_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e8, 1e10, 1e12], ids=["slow", "as memory", "fast"])
-@pytest.mark.sweep(keep=["slow", "as memory"])
+@pytest.mark.sweep(keep="as memory")
 def test_no_choice_is_cheaper(bytes_per_s: float) -> None:
     with torch.device("meta"):
         up = nn.Linear(64, 256, bias=False)
@@ -344,7 +344,7 @@ def test_a_plan_is_found_by_the_rates_of_the_mesh(
     links = {"tensor": AxisRates(bytes_per_s, 1e-7)}
     with one_of_many(2):
         parallel = lazyinline.parallelize(
-            tiny(1),
+            tiny(0),
             tokens(rows=1),
             mesh=mesh_of(tensor=2),
             plan="auto",

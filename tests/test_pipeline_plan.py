@@ -256,7 +256,7 @@ def planned(context: Context, schedule: str, rank: int, micro_batches: int) -> R
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.sweep(keep=["[1F1B", "LoopedBFS"])
+@pytest.mark.sweep(keep="[1F1B")
 def test_no_two_live_regions_overlap_and_the_arena_grows_with_depth_alone(
     context: Context, schedule: str
 ) -> None:
@@ -302,7 +302,7 @@ def check_drawn(made: RankPlan, most_boxes: int) -> None:
 # ---- programs ----------------------------------------------------------------------------------
 
 SEEDS = range(60)
-BATCH = 20
+BATCH = 30
 
 
 def sourced(seed: int) -> Program:
@@ -333,6 +333,7 @@ def run_stages(stages: list[Stage], args: list[Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("start", SEEDS[::BATCH])
+@pytest.mark.sweep(keep="[0]")
 def test_stages_in_a_row_give_what_the_whole_gives(start: int) -> None:
     for seed in range(start, start + BATCH):
         rng = random.Random(seed)
@@ -350,7 +351,7 @@ def test_stages_in_a_row_give_what_the_whole_gives(start: int) -> None:
 
 @pytest.mark.parametrize("structs", [False, True])
 def test_halves_together_give_what_the_whole_gives(structs: bool) -> None:
-    for seed in range(80):
+    for seed in range(40):
         rng = random.Random(seed)
         program = random_program(seed, structs=structs)
         closure = Composite("whole", program)

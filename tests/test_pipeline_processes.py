@@ -31,17 +31,13 @@ HERE = "test_pipeline_processes"
 UPDATES = ("in_1f1b", "in_dual_pipe", "replicas", "resume", "norm", "scaler", "hook_of_one_rank")
 
 
-def train_with_schedules(rank: int, folder: pathlib.Path) -> list[str]:
-    wrong = []
-    for schedule, num_stages in (("1F1B", 2), ("DualPipeV", 4)):
-        model, args = net_and_batch()
-        pipe = make(model, args, schedule, num_stages=num_stages)
-        wrong += [f"{schedule}: {text}" for text in train(pipe, model, args)]
-        held = {name for name, _ in pipe.named_parameters()}
-        both_ends = schedule == "DualPipeV" or "embedding.weight" in held
-        if not both_ends or len(held) == len(list(model.parameters())):
-            wrong.append(f"{schedule}: rank {rank} holds {sorted(held)}")
-    return wrong
+def train_both_ends(rank: int, folder: pathlib.Path) -> list[str]:
+    """Of a V, the first rank has the first stage and the last; of 1F1B, `in_1f1b` does this."""
+    model, args = net_and_batch()
+    pipe = make(model, args, "DualPipeV", num_stages=4)
+    held = {name for name, _ in pipe.named_parameters()}
+    wrong = train(pipe, model, args)
+    return wrong if len(held) < len(list(model.parameters())) else [*wrong, str(held)]
 
 
 def train_without_a_plan(rank: int, folder: pathlib.Path) -> list[str]:
@@ -54,13 +50,13 @@ def train_without_a_plan(rank: int, folder: pathlib.Path) -> list[str]:
 @pytest.mark.parametrize(
     "task",
     [
-        "train_with_schedules",
+        "train_both_ends",
         "train_without_a_plan",
         "save_and_go_on_with_other_stages",
         "share_the_optimizer",
     ],
 )
-@pytest.mark.sweep(keep=["train_with", "save", "share"])
+@pytest.mark.sweep(keep=["both_ends", "save", "share"])
 def test_two_processes_give_what_one_gives(
     task: str, two_ranks: list[dict[str, list[str]]]
 ) -> None:
@@ -79,7 +75,7 @@ def train_in_planned_memory(rank: int, folder: pathlib.Path) -> dict[str, list[s
     for schedule in (folder / "planned").read_text().split():
         model, args = net_and_batch(width=32)
         num_stages = 2 if schedule in ("GPipe", "1F1B") else 4
-        pipe = make(model, args, schedule, num_stages=num_stages, backend="inductor")
+        pipe = make(model, args, schedule, num_stages=num_stages)
         found[schedule] = train(pipe, model, args, steps=2)
         measured = memory_use(partial(pipe.step, *args)).peak_bytes + pipe.arena_bytes
         if abs(pipe.step_peak_bytes / measured - 1) > 0.02:
@@ -142,8 +138,8 @@ def save_and_go_on_with_other_stages(rank: int, folder: pathlib.Path) -> list[st
 
 def disagree(rank: int, folder: pathlib.Path) -> list[str]:
     """Makes a pipeline of another program on each rank, then one of other weights."""
-    deeper, args = net_and_batch(layers=4 + rank)
-    other, _ = net_and_batch()
+    deeper, args = net_and_batch(layers=2 + rank)
+    other, _ = net_and_batch(layers=2)
     with torch.no_grad():
         other.embedding.weight[0, 0] += rank
     messages = []
@@ -172,7 +168,8 @@ def share_the_optimizer(rank: int, folder: pathlib.Path) -> list[str]:
     """Two replicas, each with half of the batch and about half of the optimizer's state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    mesh, (model, args) = two_replicas(), net_and_batch()
+    mesh = two_replicas()
+    model, args = net_and_batch(layers=2 * mesh.size(1))
     reference = copy.deepcopy(model)
     half = tuple(a.chunk(2)[mesh.get_local_rank("data")] for a in args)
     pipe = make(model, half, "Interleaved1F1B", num_stages=2 * mesh.size(1), mesh=mesh)
@@ -232,7 +229,7 @@ def beside_fused(schedule: str, num_stages: int, **options: Any) -> tuple[list[s
     expected = copy.deepcopy(model)
     ours, theirs = adamw(model), adamw(expected, fused=True)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (ours, theirs)]
-    options |= {"num_stages": num_stages, "backend": "inductor"}
+    options = {"num_stages": num_stages, "backend": "inductor", **options}
     pipe = make(model, args, schedule, optimizer=ours, **options)
     apart = make(expected, args, schedule, **options)
     wrong = []
@@ -255,7 +252,7 @@ def beside_fused(schedule: str, num_stages: int, **options: Any) -> tuple[list[s
 )
 @pytest.mark.sweep(keep="LoopedBFS")
 def test_five_steps_have_the_bits_of_fused(alone: None, schedule: str) -> None:
-    wrong, pipe, apart = beside_fused(schedule, 2)
+    wrong, pipe, apart = beside_fused(schedule, 2, backend="eager")
     assert not wrong
     sums = sum(4 * p.numel() for _, p in pipe.named_parameters())
     # Their sums lie in the arena, each from its first addition on.
@@ -311,9 +308,10 @@ def test_an_optimizer_that_changed_is_an_error_while_it_differs(alone: None) -> 
 
 def in_1f1b(rank: int, folder: pathlib.Path) -> list[str]:
     """Embedding and head are tied, on two ranks."""
-    wrong, pipe, _ = beside_fused("1F1B", 2)
+    wrong, pipe, _ = beside_fused("1F1B", 2, backend="eager")
     held = {name for name, _ in pipe.named_parameters()}
-    return wrong if "embedding.weight" in held else [*wrong, str(held)]
+    is_part = "embedding.weight" in held and len(held) < len(list(Net(**SIZES).parameters()))
+    return wrong if is_part else [*wrong, str(held)]
 
 
 def in_dual_pipe(rank: int, folder: pathlib.Path) -> list[str]:
@@ -332,7 +330,7 @@ def resume(rank: int, folder: pathlib.Path) -> list[str]:
     for number in range(2):
         model, args = net_and_batch(**SIZES)
         optimizer = adamw(model)
-        pipe = make(model, args, "1F1B", optimizer=optimizer, backend="inductor")
+        pipe = make(model, args, "1F1B", optimizer=optimizer)
         if number:
             dcp.load(pipe.state_dict(), checkpoint_id=folder / "model")
             optimizer.load_state_dict(torch.load(folder / f"optimizer{rank}"))
@@ -359,7 +357,7 @@ def scaler(rank: int, folder: pathlib.Path) -> list[str]:
 def beside_one_process(
     schedule: str, options: dict[str, Any], tolerance: float, steps: int = 3
 ) -> list[str]:
-    model, args = net_and_batch()
+    model, args = net_and_batch(layers=2)
     reference = copy.deepcopy(model)
     ours, theirs = adamw(model), adamw(reference)
     scalers = [torch.amp.GradScaler("cpu", options.get("scaler", 1.0)) for _ in range(2)]
