@@ -188,16 +188,17 @@ def content(model: nn.Module, x: torch.Tensor) -> str:
     return json.dumps(leaf_content(block))
 
 
-@pytest.mark.parametrize("what", ["a constant", "a parameter's shape", "a shape", "a dtype"])
-def test_another_content_is_another_key(what: str) -> None:
+def test_another_content_is_another_key() -> None:
     others = {
         "a constant": (stack(scale=0.25), inputs()),
         "a parameter's shape": (stack(width=16), inputs(4, 16)),
         "a shape": (stack(), inputs(6)),
         "a dtype": (stack().double(), inputs().double()),
     }
-    assert content(*others[what]) != content(stack(), inputs())
-    assert content(stack(3), inputs()) == content(stack(), inputs())
+    usual = content(stack(), inputs())
+    for what, other in others.items():
+        assert content(*other) != usual, what
+    assert content(stack(3), inputs()) == usual
 
 
 def test_int_and_float_and_bool_constants_are_told_apart() -> None:

@@ -113,7 +113,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pages")
 
 
-KEPT = "README command-line concepts extending install large-models quickstart sharing"
+KEPT = "README command-line concepts extending install large-models sharing"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)

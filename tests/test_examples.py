@@ -47,6 +47,7 @@ GENERATING = {  # kernels, which takes the time
 QUICK = {
     "varying_lengths.py": ["--lengths=4", "--layers=2", "--backend=eager"],
     "plan_13b.py": ["--capture-only"],
+    "checkpoint_resume.py": ["--layers=2", "--steps=4", "--backend=eager"],
     "serve.py": ["--requests=8", "--backend=eager"],
     "pinn.py": ["--steps=60", "--width=8", "--depth=2", "--backend=eager"],
     "forces.py": ["--epochs=10", "--clusters=8", "--backend=eager"],
@@ -113,6 +114,7 @@ def test_a_budget_is_between_saving_and_computing_again(said_with_kernels: dict[
 @pytest.mark.parametrize(
     ("example", "pattern"),
     [
+        ("checkpoint_resume.py", r"(?s)new process.*equal to the last bit: True"),
         ("varying_lengths.py", "4 lengths, 2 compiles; each loss equals eager's"),
         ("serve.py", r"(?m)^ +8 .*(\d+)$[^$]*\n0 compiles; each answer is eager's"),
         ("plan_13b.py", r"(?m)^ +40 +12\.\d B +\d+ +\d{3} "),  # captured without its weights
@@ -155,13 +157,6 @@ def test_a_large_step_is_planned_without_its_memory() -> None:
     pattern = r"^  (\w.*): arena (\d+\.\d) GiB, 1\.\d{3} of the lower bound"
     rows = dict(re.findall(pattern, said, re.MULTILINE))
     assert float(rows["everything saved"]) > float(rows["each block again"]) > 0
-
-
-@pytest.mark.sweep
-def test_a_run_that_stopped_goes_on_with_the_same_losses() -> None:
-    said = printed("checkpoint_resume.py", "--layers=2", "--steps=4", "--backend=eager")
-    assert "new process" in said
-    assert "equal to the last bit: True" in said
 
 
 def test_blocks_that_differ_are_mended(said_by: dict[str, str]) -> None:

@@ -117,7 +117,7 @@ def subject(seed: int) -> tuple[Program, list[Any], random.Random]:
 
 
 @pytest.mark.parametrize("start", SEEDS[::BATCH])
-@pytest.mark.sweep(keep=["[0]", "[75]", "[150]"])
+@pytest.mark.sweep(keep=["[0]", "[150]"])
 def test_any_order_of_launches_gives_the_interpreters_bits(start: int) -> None:
     for seed in range(start, start + BATCH):
         program, args, rng = subject(seed)
@@ -152,7 +152,7 @@ def run_pinned(flat: FlatProgram, given: list[Any]) -> list[list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("num_programs", [15, pytest.param(80, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("num_programs", [8, pytest.param(80, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("gradients", ["apart", "overlaid"])
 def test_forward_and_backward_share_one_arena(
     gradients: Any, num_programs: int, monkeypatch: MonkeyPatch
