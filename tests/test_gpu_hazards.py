@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from models import Around, Made
 from programs import move_to
+from test_on_gpu import assert_steps
 from torch import Tensor, nn
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -153,7 +154,7 @@ def captured_step(
 ) -> tuple[lazyinline.TrainingStep, tuple[Any, ...], torch.Tensor]:
     """Returns a step that was run once, and is to be captured next."""
     lazyinline.lazy_inline(models.DecoderBlock)
-    model, args = models.llama(2, **SMALL)
+    model, args = models.llama(1, **SMALL)
     step = lazyinline.compile_step(model, backend="eager")
     loss = step(*args).clone()
     program = step.entries.first._compiled.runner
@@ -174,6 +175,20 @@ def test_a_step_whose_capture_fails_says_so_once_and_goes_on() -> None:
             torch.testing.assert_close(step(*args), loss)
     assert len(said) == 1
     assert step.stats is not None and INVALID in step.stats.why_no_graph
+
+
+def test_a_planned_step_is_captured_once_and_replayed() -> None:
+    """A graph stood in for by what runs the launches again: captured at the second step."""
+    calls = []
+
+    def capture(run: Any, device: torch.device) -> Any:
+        calls.append("capture")
+        return lambda: (calls.append("replay"), run())[1]
+
+    step, args, _ = captured_step(capture)
+    assert_steps(step, step._model, [args] * 2, 1e-5)
+    assert calls == ["capture", "replay", "replay"]
+    assert step.stats is not None and step.stats.why_no_graph == ""
 
 
 def test_memory_that_is_short_in_a_capture_is_an_error() -> None:

@@ -147,7 +147,7 @@ def num_programs(run: Any) -> int:
 @pytest.mark.parametrize("decides", [False, True])
 @pytest.mark.parametrize("way", ["compile", "step"])
 @pytest.mark.filterwarnings("ignore::lazyinline.frontend.guard.CompiledRepeatedlyWarning")
-@pytest.mark.sweep(keep=["compile-True", "step-False"])
+@pytest.mark.sweep(keep="compile-True")
 def test_each_value_of_a_float_gets_a_program_with_eagers_bits(way: str, decides: bool) -> None:
     torch.manual_seed(0)
     net, x = Net(decides=decides), torch.randn(4, 4)
@@ -184,11 +184,11 @@ def test_a_number_that_a_schedule_sets_costs_a_bounded_number_of_compiles(
 
 
 class Asking(nn.Module):
-    """Runs in parts, six equal ones: a layer asks for a number of what the layer before returns."""
+    """Runs in equal parts: a layer asks for a number of what the layer before returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        layers = (nn.TransformerEncoderLayer(8, 2, 8, dropout=0) for _ in range(6))
+        layers = (nn.TransformerEncoderLayer(8, 2, 8, dropout=0) for _ in range(4))
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def test_equal_parts_are_compiled_however_many_there_are(monkeypatch: pytest.Mon
     compiled = lazyinline.compile(model, backend="eager")
     for _ in range(2):
         assert torch.equal(compiled(x), model(x))
-    assert [part.num_programs for part in compiled.last_report.parts] == [1] * 6
+    assert [part.num_programs for part in compiled.last_report.parts] == [1] * 4
 
 
 def test_a_module_runs_eagerly_with_further_values_and_says_what_to_pass(

@@ -10,7 +10,7 @@ import models
 import pytest
 import torch
 from pytest import MonkeyPatch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
 from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -57,11 +57,7 @@ def elementwise(vectors: str, numbers: str) -> str:
     }}""")
 
 
-BODIES = [
-    elementwise("x.exp() * x + V(0.1f)", "std::exp(x) * x + 0.1f"),
-    elementwise("x.tanh() / (x.abs() + V(3.0f))", "std::tanh(x) / (std::abs(x) + 3.0f)"),
-    elementwise("at::vec::fmadd(x, x.sin(), V(1.0f) / x)", "x * std::sin(x) + 1.0f / x"),
-]
+BODY = elementwise("x.exp() * x + V(0.1f)", "std::exp(x) * x + 0.1f")
 
 
 def source_of(text: str) -> KernelSource:
@@ -102,22 +98,32 @@ def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     return tmp_path / "lazyinline"
 
 
-def step(model: nn.Module, x: Tensor, dynamic: bool | None = None) -> list[Tensor]:
-    loss = lazyinline.compile(model, dynamic=dynamic)(x).square().mean()
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    return [loss.detach(), *gradients]
-
-
-def test_a_training_step_gives_the_bits_of_kernels_built_alone(monkeypatch: MonkeyPatch) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.sweep(keep="True")
+def test_what_inductor_writes_today_shares_files_and_gives_the_bits_of_kernels_built_alone(
+    dynamic: bool, monkeypatch: MonkeyPatch
+) -> None:
     monkeypatch.setenv("LAZYINLINE_CACHE", "0")
     model, x = models.Block(32, norm=True), torch.randn(4, 32)
-    PyCodeCache.cache_clear()
-    together = step(model, x)
-    PyCodeCache.cache_clear()
-    asked = []
-    monkeypatch.setattr(torch_inductor, "kernel_source", lambda *a: asked.append(a))
-    alone = step(model, x)
-    assert asked, "no kernel went Inductor's own way"
+
+    def step(source_of: Callable[..., KernelSource | None]) -> tuple[list[Tensor], list[bool]]:
+        accepted = []
+
+        def noted(types: list[str], text: str) -> KernelSource | None:
+            source = source_of(types, text)
+            accepted.append(source is not None)
+            return source
+
+        monkeypatch.setattr(torch_inductor, "kernel_source", noted)
+        PyCodeCache.cache_clear()
+        loss = lazyinline.compile(model, dynamic=dynamic)(x).square().mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        return [loss.detach(), *gradients], accepted
+
+    together, accepted = step(kernel_source)
+    assert accepted and all(accepted), "kernels look different: compiling takes five times as long"
+    alone, accepted = step(lambda *_: None)
+    assert accepted, "no kernel went Inductor's own way"
     assert all(map(torch.equal, together, alone))
 
 
@@ -152,7 +158,7 @@ def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: MonkeyPat
         built.clear()
         with pytest.raises(KeyError), deferred_builds():
             AsyncCompile().cpp_pybinding(TYPES, REFUSED["its own name"])
-            promise = AsyncCompile().cpp_pybinding(TYPES, BODIES[0])
+            promise = AsyncCompile().cpp_pybinding(TYPES, BODY)
             raise KeyError
         assert isinstance(promise, Promise)
         promise.result()
@@ -170,32 +176,6 @@ def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: MonkeyPat
     assert all(a != b for a, b in zip(here, sources(), strict=True))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.sweep(keep="True")
-def test_what_inductor_writes_today_shares_files(dynamic: bool, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setenv("LAZYINLINE_CACHE", "0")
-    PyCodeCache.cache_clear()
-    accepted = []
-
-    def noted(types: list[str], text: str) -> Any:
-        accepted.append(kernel_source(types, text) is not None)
-        return kernel_source(types, text)
-
-    monkeypatch.setattr(torch_inductor, "kernel_source", noted)
-    step(models.Block(32, norm=True), torch.randn(4, 32), dynamic)
-    assert accepted and all(accepted), "kernels look different: compiling takes five times as long"
-
-
-@pytest.mark.sweep
-def test_a_compile_that_is_given_up_leaves_kernels_that_can_be_made(folder: Path) -> None:
-    with pytest.raises(KeyError), deferred_builds():
-        promise = AsyncCompile().cpp_pybinding(TYPES, BODIES[1])
-        raise KeyError
-    assert isinstance(promise, Promise)
-    x = torch.randn(64)
-    assert torch.allclose(result_of(promise.result(), x), x.tanh() / (x.abs() + 3))
-
-
 def entry_in(folder: Path) -> Path:
     (entry,) = folder.glob("entries/[0-9a-f]*")
     return entry
@@ -209,7 +189,7 @@ def name_instead(folder: Path, named: Callable[[Any], str]) -> None:
 
 
 def other_object(store: Any) -> str:
-    made: str = store.write_object(build_file(bundle_text([source_of(BODIES[0])], "test")))
+    made: str = store.write_object(build_file(bundle_text([source_of(BODY)], "test")))
     return made
 
 
@@ -246,7 +226,7 @@ def test_kernels_are_built_where_no_store_can_be(folder: Path) -> None:
     folder.write_text("")  # a file where the folder should be
     with pytest.warns(CacheWarning, match="The cache is not used"):
         bundles = bundles_in(folder, [])
-        promise = bundles.ask(source_of(BODIES[0]))
+        promise = bundles.ask(source_of(BODY))
     bundles.finish()
     x = torch.randn(64)
     assert torch.allclose(result_of(promise.result(), x), x.exp() * x + 0.1)

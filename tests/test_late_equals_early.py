@@ -75,7 +75,7 @@ def has_structs(program: Program) -> bool:
 
 
 @pytest.mark.parametrize("start", SEEDS[::BATCH])
-@pytest.mark.sweep(keep=["[0]", "[75]", "[150]"])
+@pytest.mark.sweep(keep=["[0]", "[150]"])
 def test_random_programs_run_the_same_late_and_early(start: int) -> None:
     for seed in range(start, start + BATCH):
         check_late_and_early(seed)
@@ -162,7 +162,7 @@ SHARED = Differentiator(lambda leaf: Recipe())
 
 
 @pytest.mark.parametrize("start", GRADIENT_SEEDS[::BATCH])
-@pytest.mark.sweep(keep=["[0]", "[75]"])
+@pytest.mark.sweep(keep="[75]")
 def test_gradients_of_random_programs_equal_autograd(start: int) -> None:
     for seed in range(start, start + BATCH):
         check_gradients(seed)
@@ -283,7 +283,7 @@ def run(
 def step_of() -> tuple[Program, list[Tensor]]:
     """A step with dropout and an optimizer, and what it is run on."""
     sizes: dict[str, Any] = {"hidden": 32, "num_heads": 2, "vocab": 600, "seq": 4, "batch": 4}
-    model, args = gpt(num_layers=2, dropout=0.1, **sizes)
+    model, args = gpt(num_layers=1, dropout=0.1, **sizes)
     lazyinline.lazy_inline(GptBlock)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = lazyinline.compile_step(model, backend="eager", optimizer=optimizer, micro_batches=2)

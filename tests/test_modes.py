@@ -25,7 +25,7 @@ class Field(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         middle = [nn.Linear(5, 5), nn.Tanh(), nn.Dropout(dropout)] if dropout else []
-        layers = [nn.Linear(3, 5), nn.Tanh(), *middle, nn.Linear(5, 5), nn.SiLU(), nn.Linear(5, 1)]
+        layers = [nn.Linear(3, 5), nn.Tanh(), *middle, nn.Linear(5, 1)]
         self.net = nn.Sequential(*layers).double()
         self.by, self.mode = by, mode
 
@@ -91,7 +91,7 @@ _MODES = ("taylor", "reverse")
         *((by, "") for by in ("x", "xxy", "xxyy", "xxxxx", "xxxyy")),
     ],
 )
-@pytest.mark.sweep(keep=["[xy-", "laplacian"])
+@pytest.mark.sweep(keep="laplacian")
 def test_every_mode_equals_torch_func_and_that_of_fewer_flops_is_taken(by: str, best: str) -> None:
     x = points(3)
     places = [[i, i] for i in range(3)] if by == "laplacian" else [["xyz".index(c) for c in by]]
@@ -151,7 +151,7 @@ def test_a_product_with_a_hessian_in_each_mode() -> None:
     inputs, vectors = (points(2), points(3)), (points(2) + 1, points(3) - 1)
 
     def value(x: Tensor, y: Tensor) -> Tensor:
-        return net(x).sin().sum() * net(y).cos().sum()
+        return net(x).sin().sum() * y.cos().sum()
 
     def product(self: Any, inputs: Any, vectors: Any) -> Any:
         return func.hvp(value, inputs, vectors, mode=self.mode)
