@@ -113,8 +113,6 @@ def data_parallel(rank: int, folder: pathlib.Path) -> dict[str, float]:
         "inside": far(lambda m: unused(compiled(m)), apart, 2, HalfUsed),
         "around": far(lambda m: compiled(views(m)), twice, accumulate=2),
         "in place": far(lambda m: compiled(static(m), in_place=True), once),
-        "around in place": far(lambda m: parallel(compiled(m, in_place=True)), once),
-        "step": far(lambda m: step_of(static(m)), once),
         "step of two": far(lambda m: step_of(views(m), micro_batches=2), twice, 2),
     }
 
@@ -225,7 +223,7 @@ def refusals(rank: int, folder: pathlib.Path) -> dict[str, Any]:
 def root_error() -> float:
     """Trains compiled blocks whose parameters a sharded root frees; how far from eager."""
     x, models = torch.randn(5, 4), []
-    for block_of in (lambda b: b, lazyinline.compile):
+    for block_of in (lambda b: b, compiled):
         torch.manual_seed(0)
         model = nn.Sequential(*(block_of(nn.Linear(4, 4)) for _ in range(3)))
         fully_shard(model, reshard_after_forward=True)

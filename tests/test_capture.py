@@ -1,6 +1,5 @@
 """What capture makes of a model's Python: values, gradients, state, and what it refuses."""
 
-import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable
@@ -44,28 +43,20 @@ class Opaque:
 # What a block returns of its input x and its hidden state h; how the next block's x is taken of it.
 Row = tuple[Callable[[Any, Any, Any], Any], Callable[[Any], Any]]
 RESULTS: dict[str, Row] = {
-    "a tuple": (lambda self, x, h: (h, h * 2), lambda out: out[1]),
     "a nested tuple": (lambda self, x, h: (h, (h * 2, (h.sum(),))), lambda out: out[1][0]),
     "a list and a dict": (lambda self, x, h: [{"a": h, "b": [h * 2]}], lambda out: out[0]["b"][0]),
-    "an OrderedDict": (lambda self, x, h: collections.OrderedDict(b=h, a=-h), lambda out: out["a"]),
     "a named tuple": (lambda self, x, h: Pair(h, (h * 2,)), lambda out: out.second[0]),
     "a dataclass": (lambda self, x, h: Output(h, (h * 2, None)), lambda out: out.extra[0]),
-    "None beside a tensor": (lambda self, x, h: (h, None), lambda out: out[0]),
-    "plain data": (lambda self, x, h: (h, "text", 3, 2.5, True), lambda out: out[0] * out[2]),
     "sizes": (lambda self, x, h: (h, list(h.shape), h.dim()), lambda out: out[0] * out[1][0]),
     "the same tensor twice": (lambda self, x, h: (h, h), sum),
     "a view of its own result": (lambda self, x, h: (h, h[0]), sum),
     "a strided result": (lambda self, x, h: h.t().contiguous().t(), lambda out: out.contiguous()),
     "an expanded result": (lambda self, x, h: h[:1].expand(3, 4), lambda out: out.contiguous()),
-    "integers": (lambda self, x, h: (h, (h > 0).sum()), lambda out: out[0] * out[1]),
     "detached": (lambda self, x, h: (h, h.detach()), lambda out: out[0] * out[1]),
     "its parameter": (lambda self, x, h: (h, self.linear.bias), sum),
-    "its input": (lambda self, x, h: (x, h), sum),
     "only its input": (lambda self, x, h: x, lambda out: out * 2),
     "a view of its input": (lambda self, x, h: (x.t(), h), lambda out: out[0].t() + out[1]),
-    "a slice of its input": (lambda self, x, h: (x[1:], h), lambda out: out[1] + out[0][0]),
     "its input reshaped": (lambda self, x, h: x.reshape(4, 3), lambda out: out.reshape(3, 4)),
-    "its input, detached": (lambda self, x, h: (x.detach(), h), sum),
 }
 
 
@@ -206,25 +197,18 @@ GRADIENTS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "checkpoint": checkpointed(use_reentrant=False),
     "reentrant checkpoint": checkpointed(use_reentrant=True),
     "fan-out": lambda self, x: (y := self.linear(x)) * y.sum() + y.t().contiguous().t() * x,
-    "parameter used twice": lambda self, x: self.linear(self.linear(x)),
-    "unused parameter": lambda self, x: x @ self.linear.weight,
-    "integer index": lambda self, x: self.linear(x)[torch.arange(3).flip(0)],
-    "expanded": lambda self, x: self.linear(x) + self.linear.bias.sum().expand(3, 4),
-    "max": lambda self, x: self.linear(x) + self.linear(x).max(),
-    "cumulative": lambda self, x: self.linear(x).cumsum(0),
     # ---- in place
     "on a temporary": lambda self, x: self.linear(x).mul_(2).tanh_(),
     "through a view": lambda self, x: fill(self.linear(x), lambda y: y[0].mul_(3)),
     "an entry of zeros": lambda self, x: fill(torch.zeros_like(x.detach()), entry(self.linear(x))),
     "under no_grad": lambda self, x: fill(self.linear(x), double_without_gradient) * 2,
-    "on a clone": lambda self, x: fill(x.clone(), lambda y: y.add_(self.linear(x))),
 }
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_equal_eager(name: str) -> None:
     kind = block(GRADIENTS[name])
-    assert assert_equals_eager(Stack(*(kind() for _ in range(3))), [example()]).shared >= 1
+    assert assert_equals_eager(Stack(kind(), kind()), [example()]).shared == 1
 
 
 def what_is_patched() -> list[Any]:

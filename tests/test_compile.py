@@ -112,7 +112,7 @@ def assert_trained_alike(sides: tuple[Side, Side], *args: Any) -> None:
     ],
 )
 @pytest.mark.smoke
-@pytest.mark.sweep(keep="eager")
+@pytest.mark.sweep(keep=["eager-llama", "eager-gpt-dtype2"])
 def test_loss_and_gradients_equal_eager_in_steps_of_adamw(
     backend: str, build: Callable[..., Any], dtype: torch.dtype, lr: float, tolerance: float
 ) -> None:
@@ -146,8 +146,7 @@ def test_kernels_across_rows_sum_gradients_as_eager(channels: int, dtype: torch.
 
 def relative_shift(self: Any, x: Tensor) -> Tensor:
     """Shifts scores in place and reads them through two reshapes, as Funnel does."""
-    rows = self.scores(x).reshape(2, 32, 16)[:, 1:, :]
-    shifted = rows.reshape(2, 16, 31)[..., :16]
+    shifted = self.scores(x).reshape(32, 16)[1:].reshape(16, 31)[:, :16]
     shifted *= self.mask
     return shifted.softmax(-1)
 
@@ -158,7 +157,7 @@ def test_a_tensor_that_is_padded_and_reshaped_again_and_again_is_compiled() -> N
     options: Any = {"backend": "inductor", "optimizer": sgd, "fallback": "error"}
     assert_equals_eager(
         Made(relative_shift, scores=nn.Linear(8, 32), mask=nn.Parameter(torch.ones(16, 16))),
-        (torch.randn(2, 16, 8),),
+        (torch.randn(16, 8),),
         **options,
     )
 
@@ -259,17 +258,16 @@ def test_modes_and_shapes_are_compiled_once_each_and_reused(compiles: Compiles) 
         assert_close(compiled(x, bias=bias), model(x, bias=bias))
         with torch.no_grad():
             assert_close(compiled(x), model(x))
-            assert_close(compiled(short), model(short))
         with torch.inference_mode():
             assert_close(compiled(x), model(x))
 
-    for _ in range(3):
+    for _ in range(2):
         visit()
-        assert len(compiles) == 6
-    assert [report.train for report in compiles] == [True, True, True, False, False, False]
+        assert len(compiles) == 5
+    assert [report.train for report in compiles] == [True, True, True, False, False]
     model.blocks[0].train()  # one block alone
     compiled(x, bias=bias)
-    assert len(compiles) == 7
+    assert len(compiles) == 6
 
 
 def test_layouts_that_differ_only_in_strides_or_grad_are_told_apart(compiles: Compiles) -> None:
@@ -424,7 +422,12 @@ def compiled_once(way: str) -> tuple[Side, Side]:
     ],
     ids=lambda one: one if isinstance(one, str) else one.__name__,
 )
-@pytest.mark.sweep(keep=["compiled-eager", "overlaid", "two_forwards", "reentrant", "hooks_on_sav"])
+@pytest.mark.sweep(
+    keep=[
+        *("compiled-eager", "any_order-in place", "reentrant_checkpoint-in place"),
+        *(f"{does.__name__}-overlaid" for does in CONTRACT[:6]),
+    ]
+)
 def test_autograd_is_kept_to_as_by_eager(does: Callable[[Side], Any], way: str) -> None:
     ours, theirs = (sides_of if does in AROUND_THE_FIRST_CALL else compiled_once)(way)
     ours.model.zero_grad(), theirs.model.zero_grad()

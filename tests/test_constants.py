@@ -50,25 +50,23 @@ ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "scale": lambda self, x: x + self.linear(x) * self.value,
     "quotient": lambda self, x: self.linear(x) / self.value,
     "offset": lambda self, x: self.linear(x) + self.value,
-    "rest": lambda self, x: self.linear(x) - x - self.value,
     "from number": lambda self, x: self.value - self.linear(x),
     "in place": lambda self, x: self.linear(x).mul_(self.value),
     "computed in Python": lambda self, x: x * (2.0**-self.value) + self.linear(x),
-    "int and float": lambda self, x: self.linear(x) / self.value,
     "several places": lambda self, x: self.linear(x * self.value) / (self.value + 1) - self.value,
 }
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_constant_that_only_feeds_arithmetic_is_an_input(name: str) -> None:
-    mixed = {"offset": (1, 2, 3, 2), "in place": (1, 2, 3, 2), "int and float": (1.0, 1, 2.5, 1)}
-    values: Sequence[float] = mixed.get(name, (0.5, 0.1, 0.7, 0.1))
+    mixed = {"offset": (1, 2, 3), "in place": (1, 2, 3), "quotient": (1.0, 1, 2.5)}
+    values: Sequence[float] = mixed.get(name, (0.5, 0.1, 0.7))
     make = block(ARITHMETIC[name])
     model = Stack(*(make(value=v) for v in values))
     outcome = assert_equals_eager(model, [example()], tolerance=0)
     assert closures_of(model, example()) == ["Block"]
     again = [d for d in outcome.compiled.last_report.decisions if d.shares]
-    assert [d.path for d in again][:2] == ["layers.0", "layers.1"]
+    assert [d.path for d in again] == ["layers.0", "layers.1", "layers.2"]
     assert all("shares @Block with constant" in d.shares for d in again)
     assert not outcome.compiled.last_report.not_shared()
 
@@ -111,17 +109,11 @@ def test_layer_idx_in_arithmetic_is_traced_once_per_value_and_compiled_once() ->
 
 APART: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, Any]]] = {
     "exponent": (lambda self, x: self.linear(x).abs() ** self.value, (1.5, 2.5)),
-    "shape": (lambda self, x: self.linear(x).repeat(self.value, 1)[:3], (1, 2)),
     "dimension": (lambda self, x: self.linear(x).softmax(self.value), (0, 1)),
     "epsilon": (lambda self, x: nn.functional.layer_norm(x, (4,), eps=self.value), (1e-5, 1e-3)),
-    "alpha": (lambda self, x: torch.add(x, self.linear(x), alpha=self.value), (2, 3)),
     "int and float of an int": (lambda self, x: self.linear(x) * (x.long() * self.value), (2, 2.0)),
     "flag": (lambda self, x: self.linear(x) * self.value + x, (True, False)),
     "branch": (lambda self, x: x * 2.0 if self.value > 1 else x + 2.0, (0.5, 1.5)),
-    "complex": (lambda self, x: (self.linear(x) * self.value).abs(), (1j, 2j)),
-    "dropout": (lambda self, x: nn.functional.dropout(self.linear(x), self.value), (0.5, 0.25)),
-    "threshold": (lambda self, x: torch.where(x > self.value, self.linear(x), x), (0.5, 0.25)),
-    "filled": (lambda self, x: self.linear(x).masked_fill(x > 0, self.value), (0.5, 0.25)),
     "bias": (lambda self, x: self.linear(x) + torch.full((4,), self.value), (0.5, 0.25)),
     "too large for a float": (lambda self, x: self.linear(x) * self.value, (2**53 + 1, 2**53 + 3)),
     "clipped by where": (

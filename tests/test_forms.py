@@ -77,7 +77,7 @@ class Parts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = Net(Modes, 3)
+        self.net = Net(Modes, 2)
         self.register_buffer("offset", torch.ones(2), persistent=False)
 
     def forward(self, given: Mapping[str, Tensor], *, mask: Tensor | None = None) -> Any:
@@ -86,12 +86,12 @@ class Parts(nn.Module):
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
-    "blocks": (lambda: Net(lambda: Block(norm=True), 3), (batch(),)),
+    "blocks": (lambda: Net(lambda: Block(norm=True)), (batch(),)),
     "attention": (lambda: Stack(Attention(), Attention(), Attention()), (torch.randn(2, 5, 8),)),
-    "modes": (lambda: Net(Modes, 3), (batch(),)),
+    "modes": (lambda: Net(Modes, 2), (batch(),)),
     "parts": (Parts, ({"x": batch()},)),
-    "statistics": (lambda: Net(BatchNormBlock, 3).train(), (batch(),)),
-    "dropout": (lambda: Net(lambda: Block(dropout=0.5), 3).train(), (batch(),)),
+    "statistics": (lambda: Net(BatchNormBlock).train(), (batch(),)),
+    "dropout": (lambda: Net(lambda: Block(dropout=0.5)).train(), (batch(),)),
 }
 
 
@@ -146,7 +146,7 @@ def test_programs_of_families_come_back(family: zoo.Family, train: bool) -> None
 
 
 def decoder() -> nn.Module:
-    return Stack(*(Attention() for _ in range(4)))
+    return Stack(*(Attention() for _ in range(3)))
 
 
 SEQUENCES = {1: Dim("length", min=2, max=16)}
@@ -200,12 +200,12 @@ def test_an_export_that_was_decomposed_trains_and_keeps_its_statistics() -> None
 
 def test_what_pytorch_exported_is_a_program_like_a_captured_one() -> None:
     program = lazyinline.from_exported(exported_once(dynamic=False)[1])
-    assert [call.path for call in program.calls] == [f"layers.{i}" for i in range(4)]
+    assert [call.path for call in program.calls] == [f"layers.{i}" for i in range(3)]
     assert len(program.closures) == 1 and program.closures[0].name == "Attention"
     compiled = lazyinline.compile(program, backend="eager")
     with torch.no_grad():
         assert_close(compiled(sequences(5)), program.to_fx()(sequences(5)), 0)
-    assert compiled.last_report is not None and compiled.last_report.num_shared_calls == 3
+    assert compiled.last_report is not None and compiled.last_report.num_shared_calls == 2
 
 
 @torch.no_grad()
@@ -300,7 +300,7 @@ def test_a_graph_of_networkx_shows_calls_and_operands() -> None:
     graph = program.to_networkx()
     nodes = graph.nodes(data=True)
     calls = [(node, data["path"]) for node, data in nodes if data.get("closure") == "Attention"]
-    assert calls == [(i, f"layers.{i}") for i in range(4)]
+    assert calls == [(i, f"layers.{i}") for i in range(3)]
     assert graph.edges["%x", 0, 0] == {"value": "%x", "type": "f32[2,5,8]", "position": 0}
     assert graph.edges[0, 1, 0]["type"] == "f32[2,5,8]"
     inside = graph.graph["closures"]["Attention"].nodes(data="operator")

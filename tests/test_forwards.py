@@ -55,14 +55,13 @@ class Collector:
         self.kept.append(output.detach())
         self.count += 1
 class Clock(datetime.tzinfo): pass
-KEPT, COUNT, QUEUE, COLLECTOR = [], 0, queue.SimpleQueue(), Collector()
+KEPT, QUEUE, COLLECTOR = [], queue.SimpleQueue(), Collector()
 LOGGER = logging.Logger("world")
 LOGGER.addHandler(Handler())
 GENERATOR = keeping()
 next(GENERATOR)
 BUILTINS = vars(builtins)
-EVENT, LOCK = threading.Event(), threading.Lock()
-RLOCK, CONDITION = threading.RLock(), threading.Condition()
+LOCK, RLOCK, CONDITION = threading.Lock(), threading.RLock(), threading.Condition()
 @functools.lru_cache
 def scale(width): return torch.full((width,), 2.0)
 def inputs(): return [torch.randn((4, 8), generator=torch.Generator().manual_seed(3))]
@@ -84,13 +83,8 @@ EQUAL = {
         "h = torch.zeros(8, 8)\nh[2:6].copy_(self.first(x))\nreturn (h * 2).tanh()",
     "read through a view made before":
         "h = x.clone()\nview = h.view(-1)\nh.add_(self.first(x))\nreturn view * 2",
-    "write under no_grad":
-        "h = self.first(x).clone()\nwith torch.no_grad(): h[:, :2] = 0\nreturn self.second(h)",
     "change the input": "x.mul_(2)\nreturn self.first(x)",
-    "fill where": "return self.first(x).masked_fill_(x > 0, 0.5).exp()",
-    "relu in place": "h = self.first(x)\nreturn self.second(F.relu_(h)) + h",
     "transpose in place": "return self.first(x).t_().exp()",
-    "count in a buffer": "self.count.add_(1)\nreturn self.first(x) * self.count",
     "count by +=": "self.count += 1\nreturn self.first(x) * self.count",
     "read a buffer around a write":
         "before = self.first(x) + self.count\nwith torch.no_grad(): "
@@ -114,8 +108,6 @@ EQUAL = {
     "seed the default generator":
         "torch.default_generator.manual_seed(0)\nreturn self.first(x) + torch.rand(8)",
     # ---- autograd
-    "round straight through":
-        "h = self.first(x)\nreturn h + (h.round() - h).detach() + self.second(h.detach())",
     "switch grad off and on":
         "with torch.no_grad(): t = self.first(x).tanh()\ntorch.set_grad_enabled(False)\nu = "
         "self.first(x).exp()\ntorch.set_grad_enabled(True)\nreturn self.second(x) * t + "
@@ -156,13 +148,8 @@ EQUAL = {
         "return self.second(F.group_norm(h, 2, b))",
     "return plain values":
         "return {'y': self.first(x), 'size': x.shape[0], 'dtype': x.dtype, 'none': None, 'f': 0.5}",
-    "lists of one call":
-        "seen, count = [], 0\ndef note(h):\n    nonlocal count\n    count += 1\n    "
-        "seen.append(h)\n    return h\nreturn self.second(note(self.first(x))) + sum(seen) * "
-        "count",
     "make a module":
         "return nn.CrossEntropyLoss(label_smoothing=0.1)(self.first(x), torch.arange(4))",
-    "print": "print(self.count)\nreturn self.first(x)",
     # ---- noted once
     "note the kind at the first call":
         "if self.config.kind is None: self.config.kind = 'regression'\nreturn self.first(x) "
@@ -190,9 +177,6 @@ REFUSED = {
         "return self.first(x) * torch.rand(4, 8, generator=torch.Generator().manual_seed(3))",
         "Generator"),
     "count in Python": ("self.calls += 1\nreturn self.first(x) * self.calls", "'calls'"),
-    "count by object.__setattr__": (
-        "object.__setattr__(self, 'calls', self.calls + 1)\nreturn self.first(x) * self.calls",
-        "'calls'"),
     "go another way the first time": (
         "if self.config.kind is None:\n    self.config.kind = 'seen'\n    return "
         "self.first(x)\nreturn x", "changes a dictionary or object"),
@@ -203,34 +187,26 @@ REFUSED = {
         "self.first(x) * self.cache[x.shape]", "dictionary"),
     "branch on data": ("return self.first(x) if x.sum() > 0 else self.second(x)",
         "value of a tensor"),
-    "select by mask": ("return self.first(x)[x[:, 0] > 0]", "value of a tensor"),
     "set the default dtype": (
         "torch.set_default_dtype(torch.float64)\nh = "
         "torch.arange(8.0)\ntorch.set_default_dtype(torch.float32)\nreturn self.first(x) * h",
         "default dtype"),
     "fill a global": ("h = self.first(x)\nKEPT.append(h)\nreturn self.second(h)", "forward"),
-    "count in a global": ("global COUNT\nCOUNT += 1\nreturn self.first(x)", "forward"),
-    "write out a tensor": ("h = self.first(x)\nKEPT.append(f'{h.mean()}')\nreturn h", "forward"),
     "log": ("LOGGER.warning('%s rows', len(x))\nreturn self.first(x)", "forward"),
     "put into a queue of C": ("h = self.first(x)\nQUEUE.put(h.detach())\nreturn h", "forward"),
     "set the environment": (
         "os.environ['LAZYINLINE_T'] = os.environ.get('LAZYINLINE_T', '') + 'x'\nreturn "
         "self.first(x)", "forward"),
-    "set an event": ("EVENT.set()\nreturn self.first(x)", "Event|calls|lock"),
-    "append an argument": ("sys.argv.append('more')\nreturn self.first(x)", "forward"),
-    "ask for the folder": ("return self.first(x) * len(os.getcwd())", "getcwd"),
     "leave grad mode off": ("torch.set_grad_enabled(False)\nreturn self.first(x)", ""),
     "count among Python's own names": (
         "BUILTINS['made_up'] = 1\nreturn self.first(x)", "all names, that builtins holds"),
     "look up a module": (
         "return self.first(x) * len(sys.modules[min(['so'])[::-1]].sep)",
         "by a name that it computes"),
-    "set a locale": ("locale.setlocale(locale.LC_NUMERIC, 'C')\nreturn self.first(x)", "setlocale"),
 }
 # fmt: on
-STATE = "[model.calls, model.log, model.cache, model.config, KEPT, COUNT, "
-STATE += "QUEUE.qsize(), os.environ.pop('LAZYINLINE_T', ''), EVENT.is_set(), LOCK.locked(), "
-STATE += "'more' in sys.argv and sys.argv.pop(), torch.get_default_dtype()]"
+STATE = "[model.calls, model.log, model.cache, model.config, KEPT, QUEUE.qsize(), "
+STATE += "os.environ.pop('LAZYINLINE_T', ''), LOCK.locked(), torch.get_default_dtype()]"
 
 
 def play(*texts: str, calls: int = 3, **options: Any) -> list[str]:
@@ -239,17 +215,20 @@ def play(*texts: str, calls: int = 3, **options: Any) -> list[str]:
     return outcome.eagerly
 
 
+# Where a code generator may put things in another order.
+ORDERED = [n for n in EQUAL if n.startswith(("assign", "read", "draw", "return"))]
+GENERATED = ["assign to a slice", "draw early and use late", "return weights and views of them"]
+ALIKE = ("write through a view", "set what is set", "count by +=", "remember the largest length")
+
+
 @pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.sweep(keep=[f"[{name}]" for name in EQUAL if name not in (*GENERATED, *ALIKE)])
 def test_forward_equals_eager(name: str) -> None:
     play(*net(EQUAL[name]))
 
 
-# Where a code generator may put things in another order.
-ORDERED = [n for n in EQUAL if n.startswith(("assign", "read", "draw", "return"))]
-
-
 @pytest.mark.parametrize("name", ORDERED)
-@pytest.mark.sweep(keep=["[assign", "draw early", "return weights"])
+@pytest.mark.sweep(keep=GENERATED)
 def test_forward_equals_eager_with_generated_kernels(name: str) -> None:
     play(*net(EQUAL[name]), backend="inductor")
 
@@ -277,7 +256,7 @@ HOOKED = {
 
 
 @pytest.mark.parametrize("name", HOOKED)
-@pytest.mark.sweep(keep=["fills a list", "[counts", "keeps", "generator"])
+@pytest.mark.sweep(keep=["[counts", "keeps", "generator"])
 def test_what_a_hook_does_happens_at_each_call(name: str) -> None:
     hook = f"handle = model.first.register_forward_hook({HOOKED[name]})"
     texts = net("return self.second(self.first(x).relu())", hook)
@@ -293,7 +272,6 @@ ACTS = {
     "zero_grad": "self.first.zero_grad()",
     "frozen": "self.first.requires_grad_(False)",
     "converted": "self.first.double().float()",
-    "filled from a vector": "nn.utils.vector_to_parameters(torch.ones(8), [self.first.bias])",
     "swapped": "torch.utils.swap_tensors(self.first.weight, nn.Parameter(torch.ones(8, 8)))",
     "data": "self.first.weight.data = self.first.weight.data * 0.5",
     "hook": "self.first.weight.register_hook(lambda g: g * 2)",
@@ -309,13 +287,11 @@ def test_what_a_forward_does_to_its_modules_is_done_at_each_call(act: str) -> No
 
 SETTING_GRADIENTS = {
     "begins with it": "x.requires_grad_(True)\nreturn self.first(x.tanh())",
-    "sets it": "x.requires_grad = True\nreturn self.first(x.tanh())",
     "takes forces": "x.requires_grad_(True)\ne = x.tanh().sum()\n"
     "return self.first(torch.autograd.grad(e, x, create_graph=True)[0] * e)",
     "switches it back": "x.requires_grad_(True)\ne = self.first(x.tanh()).sum()\n"
     "found = torch.autograd.grad(e, x, create_graph=True)[0]\nx.requires_grad_(False)\n"
     "return found * e, x",
-    "uses it before": "before = x * 3\nx.requires_grad_(True)\nreturn before * x",
     "uses it afterwards": "x.requires_grad_(True)\ne = self.first(x.tanh()).sum()\n"
     "x.requires_grad_(False)\nreturn x * e",
 }
@@ -349,7 +325,7 @@ WARNING = {
 
 @pytest.mark.parametrize("action", ["default", "always", "module", "once", "ignore"])
 @pytest.mark.parametrize("name", WARNING)
-@pytest.mark.sweep(keep=["[once a line-", "-default]"])
+@pytest.mark.sweep(keep=["line-always", "line-once", "-default]"])
 def test_a_warning_is_given_as_often_as_eager_gives_it(name: str, action: str) -> None:
     given = []
     for is_compiled in (False, True):
@@ -411,7 +387,12 @@ model = block(forward)()
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("holder", FILLED)
-@pytest.mark.sweep(keep=["[slots-", "[list-", "[dictionary-", "-nothing"])
+@pytest.mark.sweep(
+    keep=[
+        *("[slots-", "[object-nothing", "[list of a class-nothing", "[default dictionary-nothing"),
+        *("[object in containers-nothing", "loses-nothing", "[deque-nothing", "[list-a value"),
+    ]
+)
 def test_what_an_argument_holds_is_as_eager_leaves_it(holder: str, end: str) -> None:
     text = FILLING.format(*FILLED[holder], ENDS[end])
     assert_as_eager(HELPERS, text, scene=[""] * 3, state="ARGUMENT", grad=False)
@@ -419,7 +400,7 @@ def test_what_an_argument_holds_is_as_eager_leaves_it(holder: str, end: str) -> 
 
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit", "RuntimeError"])
 @pytest.mark.parametrize("holder", FILLED)
-@pytest.mark.sweep(keep=["[slots-", "[list-"])
+@pytest.mark.sweep(keep=["[slots-", "[list-Key"])
 def test_an_error_of_any_kind_leaves_no_tensor_of_a_capture(holder: str, error: str) -> None:
     world = World(HELPERS, FILLING.format(*FILLED[holder], f"KEPT.append(t)\n    raise {error}"))
     world.run("KEPT = []")
@@ -480,12 +461,6 @@ def norms() -> nn.Module:
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
-    "attention": (
-        lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), 2
-        ),
-        drawn(2, 5, 8),
-    ),
     "convolutions": (norms, drawn(2, 3, 8, 8)),
     "channels_last": (
         lambda: channels_last(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU())),
@@ -496,17 +471,15 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
         torch.arange(6),
     ),
     "bag": (lambda: nn.EmbeddingBag(10, 8, mode="mean"), torch.arange(6).view(2, 3)),
-    "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), drawn(4, 8)),
     "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), drawn(4, 8)),
     "transposed_weight": (transposed, drawn(4, 8)),
-    "nothing": (nn.Identity, drawn(4, 8)),
     "empty_batch": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), drawn(0, 8)),
 }
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.sweep(keep=["eager", "transposed", "empty"])
+@pytest.mark.sweep(keep=["ns-eager", "g-eager", "orthogonal-eager", "transposed", "empty"])
 def test_layer_equals_eager(name: str, backend: str) -> None:
     make, x = LAYERS[name]
     torch.manual_seed(1)

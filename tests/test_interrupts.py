@@ -97,6 +97,7 @@ def test_an_interrupt_in_any_pass_leaves_everything_as_it_was(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.sweep(keep="True")
 def test_an_interrupt_at_any_call_of_a_capture_leaves_everything_as_it_was(in_place: bool) -> None:
     class Interrupting(Block):
         at = -1
@@ -215,6 +216,7 @@ ERRORS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("way", ERRORS)
+@pytest.mark.sweep(keep=["fallback", "step", "export", "pipeline"])
 def test_the_traceback_of_an_error_of_ours_ends_at_the_public_function(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

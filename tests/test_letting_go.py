@@ -169,14 +169,14 @@ RUNS: dict[str, Callable[[nn.Module, Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_a_model_that_is_let_go_leaves_none_of_its_graphs(run: str) -> None:
+def test_a_model_that_is_let_go_leaves_none_of_its_graphs() -> None:
     known, num_known = [], []
     for _ in range(3):  # the first one fills caches
-        model = Net().requires_grad_()
-        RUNS[run](model, lazyinline.compile(model, backend="eager"))
-        known += [weakref.ref(part) for part in model.modules()]
-        del model
+        for run in RUNS.values():
+            model = Net().requires_grad_()
+            run(model, lazyinline.compile(model, backend="eager"))
+            known += [weakref.ref(part) for part in model.modules()]
+            del model
         gc.collect()
         num_known.append(sum(type(held) is torch.fx.Graph for held in gc.get_objects()))
     assert num_known[1] == num_known[2]
@@ -201,15 +201,12 @@ def test_a_step_that_ran_can_be_copied_and_pickled() -> None:
 MOVES = {
     "gradient dropped": "m.weight.grad = None",
     "gradient set": "m.weight.grad = torch.ones(4, 4)",
-    "gradients swapped": "m.weight.grad, m.bias.grad = torch.zeros(4, 4), torch.zeros(4)",
     "nothing": "pass",
     "data": "m.weight.data = torch.randn(4, 4)",
     "data transposed": "m.weight.data = m.weight.data.t()",
-    "data of a view": "m.weight.data = torch.randn(6, 4)[2:]",
     "memory": "with torch.no_grad(): m.weight.set_(torch.randn(4, 4))",
     "memory resized": "m.weight.untyped_storage().resize_(2**20); nn.init.normal_(m.weight)",
     "parameter": "m.weight = nn.Parameter(torch.randn(4, 4))",
-    "loaded": "m.load_state_dict(nn.Linear(4, 4).state_dict())",
     "assigned": "m.load_state_dict(nn.Linear(4, 4).state_dict(), assign=True)",
     "frozen": "m.weight.requires_grad_(not m.weight.requires_grad); m.weight.grad = None",
 }
@@ -254,7 +251,7 @@ USES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.sweep(keep=["eager", "zeros-inductor"])
+@pytest.mark.sweep(keep=["memory-eager", "over-eager", "resized-eager", "zeros-inductor"])
 def test_what_users_do_to_gradients_does_not_reach_the_next_step(use: str, backend: str) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))

@@ -115,42 +115,27 @@ def test_attributes_are_read_and_written_through() -> None:
 ON_MEMORY = {
     "parameter": "b[1].linear.weight = nn.Parameter(torch.randn(8, 8))",
     "data": "b[1].linear.weight.data = torch.randn(8, 8)",
-    "data of two": "p, q = b[0].linear.weight, b[1].linear.weight\np.data, q.data = q.data, p.data",
     "storage": "with torch.no_grad(): b[0].linear.bias.set_(torch.randn(8))",
-    "transposed data": "b[0].linear.weight.data = b[0].linear.weight.data.t()",
-    "to double": "model.double()",
-    "to bfloat16 and back": "model.bfloat16().float()",
-    "untied": "model.head.weight = nn.Parameter(torch.randn(11, 8))",
-    "the other untied": "model.embedding.weight = nn.Parameter(torch.randn(11, 8))",
-    "tied": "b[1].linear.weight = b[0].linear.weight",
     "buffer": "b[0].offset = torch.randn(8)",
     "plain tensor": "b[1].table = torch.randn(8)",
-    "tensor in a list": "b[1].tables[0] = torch.full((8,), 3.0)",
+    "to double": "model.double()",
+    "to bfloat16 and back": "model.bfloat16().float()",
+    "transposed data": "b[0].linear.weight.data = b[0].linear.weight.data.t()",
+    "untied": "model.head.weight = nn.Parameter(torch.randn(11, 8))",
+    "tied": "b[1].linear.weight = b[0].linear.weight",
     "frozen": "b[0].linear.weight.requires_grad_(False)",
     "weights in place":
         "with torch.no_grad(): [p.add_(torch.randn_like(p)) for p in model.parameters()]",
     "tensors in place": "b[0].offset.mul_(2); b[1].table.mul_(2)",
-    "averaged weights": "for p in model.parameters(): p.data = torch.randn_like(p)",
 }
 CHANGES = {
-    "number": "b[1].gain = 3.0",
-    "number of the model": "model.temperature = 0.5",
     "class attribute hidden": "b[0].factor = 4.0",
-    "configuration": "model.config.scale = 0.5",
-    "nested configuration": "model.config.inner.shift = -3.0",
-    "dictionary": "b[0].options['act'] = 'sigmoid'",
-    "list": "model.names.append('c')",
     "attributes replaced": "b[0].__dict__ = {**vars(b[0]), 'gain': 3.0}",
     "an entry past the module": "vars(b[1]).update(gain=5.0)",
     "parameters replaced": "b[0].linear._parameters = nn.Linear(8, 8)._parameters",
-    "buffers replaced": "b[0]._buffers = {'offset': torch.ones(8)}",
     "block": "b[1] = Block(model.config)",
-    "module inside": "b[1].linear = nn.Linear(8, 8, bias=False)",
     "block more": "b.append(Block(model.config))",
-    "block less": "del b[0]",
     "other order": "first, second, *_ = b\nb[0], b[1] = second, first",
-    "module that was none": "model.extra = nn.Linear(8, 8)",
-    "bias that was none": "model.head.bias = nn.Parameter(torch.randn(11))",
     "bias dropped": "b[0].linear.bias = None",
     "modules replaced": "b[0]._modules = {'linear': nn.Linear(8, 8), 'dropout': nn.Dropout(0.0)}",
     "forward of one": "b[1].linear.forward = lambda x: F.linear(x, b[1].linear.weight) * 5",
@@ -158,7 +143,6 @@ CHANGES = {
         "b[1].__class__ = type('Doubled', (Block,), {'forward': lambda s, x: 2 * "
         "Block.forward(s, x)})",
     "hook": "b[1].linear.register_forward_hook(lambda module, args, out: out * 2)",
-    "hook before": "b[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))",
     "hooks replaced": "b[0].linear._forward_hooks = {0: lambda *args: args[2] * 2}",
     "parametrized":
         "nn.utils.parametrize.register_parametrization(b[0].linear, 'weight', nn.Softplus())",
@@ -166,11 +150,11 @@ CHANGES = {
     "bases of a class": "Block.__bases__ = (type('Base', (nn.Module,), {}),)",
 }
 # fmt: on
-NUM_TOGETHER = 5
+NUM_TOGETHER = 8
 
 
-def in_groups(names: Sequence[str]) -> list[Any]:
-    groups = [list(names)[i : i + NUM_TOGETHER] for i in range(0, len(names), NUM_TOGETHER)]
+def in_groups(names: Sequence[str], size: int = NUM_TOGETHER) -> list[Any]:
+    groups = [list(names)[i : i + size] for i in range(0, len(names), size)]
     return [pytest.param(group, id=group[0]) for group in groups]
 
 
@@ -192,7 +176,7 @@ def test_a_change_after_compiling_counts_at_the_next_call(names: list[str]) -> N
     assert_noticed(names, "eager")
 
 
-@pytest.mark.parametrize("names", in_groups([*ON_MEMORY]))
+@pytest.mark.parametrize("names", in_groups([*ON_MEMORY], 5))  # of the first, none compiles anew
 @pytest.mark.sweep(keep="[parameter]")
 def test_a_change_of_memory_counts_with_bound_memory(names: list[str]) -> None:
     assert_noticed(names, "inductor")
@@ -205,10 +189,7 @@ READ = {
     "parameter of one": ("OTHER(y)", "OTHER.weight = nn.Parameter(torch.ones(4, 4, dtype=y_type))"),
     "forward of one": ("OTHER(y)", "OTHER.forward = torch.neg"),
     "hook on one": ("OTHER(y)", "OTHER.register_forward_hook(lambda m, a, r: r * 2)"),
-    "forward of one in a dictionary": ("HELD['a'](y)", "HELD['a'].forward = torch.neg"),
     "attribute of a hidden one": ("y * self.hidden.out_features", "model.hidden.out_features = 5"),
-    "hidden one": ("y * self.hidden.out_features",
-        "object.__setattr__(model, 'hidden', nn.Linear(6, 6))"),
     "size of a parameter": ("y * self.linear.weight.shape[0] + len(self.w)",
         "model.w = nn.Parameter(torch.ones(5))"),
     "attribute of a weight": ("y * self.linear.weight.scale", "model.linear.weight.scale = 3.0"),
@@ -221,16 +202,11 @@ READ = {
         "model.w = nn.Parameter(torch.ones(3) * 7)"),
     "function of PyTorch": ("F.gelu(y)", "KEPT = F.gelu; F.gelu = lambda *a: a[-1] * 3",
         "F.gelu = KEPT"),
-    "function in a module below": ("torch.special.expit(y)",
-        "EXPIT = torch.special.expit; torch.special.expit = torch.neg",
-        "torch.special.expit = EXPIT"),
     "name in a module that is looked up": ("y * sys.modules['world_settings'].value",
         "sys.modules['world_settings'].value = 3.0"),
     "by a partial": ("torch.sigmoid(y)",
         "S = torch.sigmoid; torch.sigmoid = functools.partial(torch.mul, 3)", "torch.sigmoid = S"),
     "method of a tensor in C": ("y.relu()", "Tensor.relu = lambda t: t * 3", "del Tensor.relu"),
-    "method of a tensor in Python": ("y * y.norm()",
-        "N = Tensor.norm; Tensor.norm = lambda t: t.sum()", "Tensor.norm = N"),
     "operator of a tensor": ("y * y", "Tensor.__mul__ = lambda a, b: a + b", "del Tensor.__mul__"),
     "method of a layer": ("self.conv(y[None, None])",
         "C = nn.Conv2d._conv_forward; nn.Conv2d._conv_forward = lambda s, x, *_: x * 5",
@@ -238,13 +214,10 @@ READ = {
     "a setting": ("y * (2 if torch.are_deterministic_algorithms_enabled() else 1)",
         "torch.use_deterministic_algorithms(True)", "torch.use_deterministic_algorithms(False)"),
     "a cache that keeps": ("y * cached(2)", "FACTOR = 3.0", "cached.cache_clear()"),
-    "a method that is cached": ("y * self.factor()",
-        "FACTOR = 4.0; type(model).factor.cache_clear()"),
 }
 # fmt: on
 READING = """
 FACTOR, OTHER = 2.0, linear()
-HELD = {"a": linear()}
 y_type = torch.float64
 sys.modules["world_settings"] = made(types.ModuleType("settings"), "v.value = 2.0")
 @functools.lru_cache
@@ -252,9 +225,8 @@ def cached(power): return FACTOR ** power
 def forward(self, x):
     y = self.linear(x)
     return [EACH]
-B = block(forward)
-B.factor = functools.lru_cache(lambda self: FACTOR)
-model = B(conv=nn.Conv2d(1, 1, 1, dtype=y_type), w=nn.Parameter(torch.ones(3)), half=2.0)
+model = block(forward)(conv=nn.Conv2d(1, 1, 1, dtype=y_type), half=2.0)
+model.w = nn.Parameter(torch.ones(3))
 object.__setattr__(model, "hidden", nn.Linear(4, 4))
 model.linear.weight.scale = 1.0
 SHARED = model.w
@@ -307,7 +279,7 @@ def train():
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.sweep(keep=["[list-", "closure-frozen", "list made anew-replaced", "List-exchanged"])
+@pytest.mark.sweep(keep=["[list-ex", "closure-frozen", "list made anew-replaced", "List-exchanged"])
 def test_a_parameter_held_twice_is_read_where_eager_reads_it(holder: str, exchange: str) -> None:
     hold, find = HOLDERS[holder]
     scene = ["", "train()", f"train()\n{EXCHANGES[exchange]}", "train()"]
@@ -356,7 +328,7 @@ def test_the_first_torch_compile_of_the_process_does_not_compile_it_again(
 
 def test_a_change_taken_back_finds_its_program_again(compiles: list[CompileReport]) -> None:
     compiled, model = build()
-    for gain in (2.0, 3.0, 2.0, 3.0):
+    for gain in (2.0, 3.0, 2.0):
         model.blocks[0].gain = gain
         assert_close(compiled(IDS), model(IDS))
     assert len(compiles) == 2

@@ -100,8 +100,8 @@ USED += [(name, used) for name in SHARING if name not in SAVED for used in ((0,)
 
 @pytest.mark.sweep(
     keep=[
-        *(f"eager-{i % 2}-{name}-(0, 1)" for i, name in enumerate(SHARING)),
-        *("eager-0-columns", "eager-1-chunks", "eager-1-itself and flat-(0, 1)"),
+        *(f"eager-{i % 2}-{name}-(0, 1)" for i, name in enumerate(SHARING) if i % 3),
+        *("eager-0-columns-(1,)", "eager-1-chunks-(0,)"),
     ]
 )
 @pytest.mark.parametrize(("name", "used"), USED, ids=str)
@@ -131,7 +131,9 @@ def test_parts_of_one_tensor_that_is_not_returned_are_refused_when_changed(backe
 
 
 @pytest.mark.parametrize("name", SHARING)
-@pytest.mark.sweep(keep=["eager", "inductor-columns"])
+@pytest.mark.sweep(
+    keep=["eager-flat", "eager-det", "eager-exp", "eager-chunks", "inductor-columns"]
+)
 def test_without_gradients_results_share_memory_as_in_eager(backend: str, name: str) -> None:
     model = sharing(name)
     compiled, x = lazyinline.compile(model, backend=backend), torch.randn(3, 4)
@@ -174,14 +176,9 @@ model = made(block(forward)(table={"a": 1}, nested={"a": [1]}), "v.eval()")
 # What is returned beside a tensor y, and how the tensors in a result r are read.
 LEADING: dict[str, tuple[str, str]] = {
     "generator": ("(y * i for i in range(2))", "list(r)"),
-    "map": ("map(torch.relu, [y, y])", "list(r)"),
     "iterator": ("iter([y])", "list(r)"),
-    "view of a dict": ("{'a': y}.values()", "list(r)"),
     "set": ("{y}", "list(r)"),
     "function": ("captured(y)", "[r()]"),
-    "default": ("lambda found=y: found", "[r()]"),
-    "partial": ("functools.partial(torch.relu, y)", "[r()]"),
-    "method": ("y.sum", "[r()]"),
     "object": ("holder(y)", "[r.value]"),
     "slots": ("Slotted([y])", "r.value"),
     "cell": ("types.CellType(y)", "[r.cell_contents]"),
@@ -190,7 +187,7 @@ LEADING: dict[str, tuple[str, str]] = {
 }
 
 
-READ_ONCE = ("generator", "map", "iterator")
+READ_ONCE = ("generator", "iterator")
 
 
 @pytest.mark.parametrize("name", LEADING)
@@ -205,11 +202,8 @@ def test_a_result_that_leads_to_tensors_leads_to_eagers(name: str) -> None:
 
 # The very object that the user has.
 SAME: dict[str, tuple[str, str]] = {
-    "argument": ("given", "r[1] is given[1]"),
     "in an argument": ("given[0]", "r[1] is given[1][0]"),
-    "attribute": ("self.table", "r[1] is model.table"),
     "in an attribute": ("[self.nested['a']]", "r[1][0] is model.nested['a']"),
-    "global": ("SHARED", "r[1] is SHARED"),
     "in a global": ("{'n': SHARED['list']}", "r[1]['n'] is SHARED['list']"),
     "twice": ("twice(y)", "r[1][0] is r[1][1]"),
 }
@@ -240,8 +234,7 @@ def classes(value):
 @pytest.mark.parametrize(
     "result",
     [
-        *("(x, x.shape)", "x.shape", "[x, {'size': x.size()}]", "(x, x.stride())"),
-        *("[[x], [x], {'a': [x]}]", "collections.OrderedDict(b=x, a=x.shape)"),
+        *("x.shape", "[x, {'size': x.size()}]", "collections.OrderedDict(b=x, a=x.shape)"),
         *("collections.defaultdict(list, a=[x])", "(x, size.numel(), size)"),
     ],
 )

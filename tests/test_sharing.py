@@ -143,14 +143,7 @@ CASES = {
     "attribute that only one has": Case(
         "pair(lambda self, x: self.linear(x) * getattr(self, 'scale', 5.0), {}, {'scale': 2.0})", 0,
         "attribute scale is 2.0, not <missing>"),
-    "in a list": Case(
-        "pair(lambda self, x: self.linear(x) * sum(self.scale), {'scale': [1, 2.0]}, "
-        "{'scale': [1, 3.0]})", 0, "attribute scale[1] is 3.0, not 2.0"),
-    "configurations": Case(
-        "pair(lambda self, x: self.linear(x) * self.c.value, {'c': Value(1.0)}, {'c': Value(2.0)})",
-        0, "attribute c.value is 2.0, not 1.0"),
     "closures": Case("acts(times(2), times(3))", 0, "attribute act is <function>"),
-    "callables": Case("acts(Times(2), Times(3))", 0, "attribute act.factor is 3, not 2"),
     "bound methods": Case("acts(Times(2).__call__, Times(3).__call__)", 0,
         "attribute act is <method>"),
     "forward of one": Case(
@@ -173,8 +166,6 @@ CASES = {
         "linear()}, {'other': linear()}), tie)", 1),
     "tied between instances": Case(
         "made(pair(), 'v.layers[1].linear.weight = v.layers[0].linear.weight')", 1),
-    "bias in one": Case("after(pair(), lambda h: setattr(h, 'linear', linear(bias=False)), 1)", 0,
-        "parameters of linear differs"),
     "precision of one": Case(
         "after(pair(lambda self, x: x + "
         "self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)), lambda h: h.float(), 1)", 0,
@@ -186,8 +177,6 @@ CASES = {
         "after(pair(lambda self, x: self.drop(self.linear(x)), {'drop': nn.Dropout(0.5)}, "
         "{'drop': nn.Dropout(0.5)}), lambda h: h.drop.eval(), 1)", 0,
         "train/eval mode of drop differs"),
-    "hook on one": Case("after(pair(), lambda h: h.register_forward_hook(doubling), 1)", 0,
-        "it has forward hooks"),
     "hook inside one": Case(
         "after(pair(), lambda h: h.linear.register_forward_pre_hook(lambda m, a: (a[0] * 2,)), 1)",
         0, "it has forward hooks"),
@@ -196,28 +185,21 @@ CASES = {
     "subclass": Case("child()", 1),
     "mark on init": Case("marked_init()", 1),
     "mark after instances": Case("marked_after()", 1),
-    "copies": Case("Stack(*(lambda b: (b, copy.deepcopy(b)))(scaled(2.0)[0]))", 1),
     "one instance twice": Case("Stack(*(lambda b: (b, b))(block(TANH)()))", 1),
-    "arguments without a hash": Case("pair(TANH, {'sizes': [1, {2}]}, {'sizes': [3, {4}]})", 1),
     "arguments of two layouts": Case(
         "Around(lambda b, x: b[1](b[0](x).t().contiguous().t()), *pair().layers)",
         0, "of strides (1, 3) on cpu, not f64[3,4] of strides (4, 1) on cpu"),
     # ---- nesting
-    "nested": Case("outer(2.0, 2.0)", 2),
     "nested and different": Case("outer(2.0, 3.0)", 2, "attribute scale is 3.0, not 2.0"),
     "three deep": Case("middle()", 3),
     "inner that was shared": Case("inner_that_was_shared()", 1,
         "inner: attribute scale is 3.0, not 2.0"),
-    "inner calls": Case("repeated(1, 1)", 1),
     "a block that calls itself": Case("stack(2, recursive)", 1),
-    "ten that hold their number": Case(
-        "Stack(*(B(layer_idx=i) for B in [block(TANH)] for i in range(10)))", 9),
     "marked but outside its tree": Case(
         "pair(lambda self, x: self.linear(self.helper[0](x)), *({'helper': h} for h in "
         "[[block(TANH)()]] * 2))", 1, "outside its own tree"),
     # ---- what layers are made of
     "adapters on some": Case("with_lora(1, 3)", 2, "class of linear differs"),
-    "adapters on all": Case("with_lora(0, 1, 2, 3)", 3),
     "weight norm": Case("after(stack(4), weight_norm, 1, 3)", 1, "class of linear differs"),
     "spectral norm, which counts": Case("after(stack(4), spectral_norm, 0)", 2,
         "class of linear differs"),
@@ -241,7 +223,12 @@ CASES = {
 # fmt: on
 
 
+ALIKE = ("two groups", "closures", "frozen in all", "tied in all", "mark on init", "three deep")
+ALIKE += ("spectral norm, which counts", "parameters()", "one instance twice", "modules inside")
+
+
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sweep(keep=[f"[{name}]" for name in CASES if name not in ALIKE])
 def test_sharing(name: str) -> None:
     model, shared, reason = CASES[name]
     setting = "def setting(name, value): return lambda h: setattr(h, name, value)"
@@ -267,9 +254,6 @@ BODIES = {
     "object changed between layers": ("Y * self.held.value",
         "for i, l in enumerate(layers):\n    l.held.value = i + 1.0\n    x = "
         "l(x)\nl.held.value = 1.0", 0, "attribute held.value is 2.0, not 1.0"),
-    "queue changed between layers": ("Y * self.held.value[0]",
-        "for i, l in enumerate(layers):\n    l.held.value = collections.deque([i + 1.0])\n   "
-        " x = l(x)\nl.held.value = 1.0", 0, "attribute held.value"),
     "object that its forward changes": (
         "(setattr(self.held, 'value', self.held.value + 1), Y * self.held.value)[1]",
         "layers[0].held.value = 0.0\nfor l in layers: x = l(x)\nlayers[0].held.value = 1.0", 0,
@@ -279,15 +263,8 @@ BODIES = {
     "class that its forward changes": (
         "(setattr(type(self), 'n', type(self).n + 1), Y * type(self).n)[1]",
         "type(layers[0]).n = 0.0\nfor l in layers: x = l(x)", 0, "its forward changes Block.n"),
-    "module outside": ("Y * OTHER.factor",
-        "for i, l in enumerate(layers):\n    vars(OTHER)['factor'] = i + 1.0\n    x = l(x)", 0,
-        "changed between the calls"),
     "defaults spelled out": (GIVEN,
         "x = layers[1](layers[0](x), None, s=1.0)", 1, ""),
-    "argument by name": (GIVEN, "x = layers[1](x=layers[0](x), z=None)",
-        1, ""),
-    "order of names": (GIVEN,
-        "x = layers[1](layers[0](x, z=x.cos(), s=2.0), s=2.0, z=x.cos())", 1, ""),
     "other number": (GIVEN, "x = layers[1](layers[0](x, s=2.0), s=3.0)",
         0, ""),
     "1 and 1.0": (GIVEN, "x = layers[1](layers[0](x, s=1), s=1.0)", 0,
@@ -295,9 +272,6 @@ BODIES = {
     "None and a tensor": (GIVEN, "x = layers[1](layers[0](x), x)", 0,
         ""),
     "another shape": ("Y", "x = layers[1](torch.cat([layers[0](x), x]))", 0, ""),
-    "other strides": ("Y", "x = layers[1](layers[0](x).t().contiguous().t())", 0, ""),
-    "another layout of one": (GIVEN,
-        "x = layers[1](layers[0](x, x), x[:1])", 0, ""),
     "same tensor twice, or not": (GIVEN,
         "x = layers[1](layers[0](x, x), x)", 0, ""),
     "same tensor twice in both": (GIVEN,
@@ -307,15 +281,9 @@ BODIES = {
     "gradient wanted or not": ("Y", "x = layers[1](layers[0](x).detach())", 0, ""),
     "list that blocks add to": ("(z.append(x), Y * sum(z))[1]",
         "seen = []\nx = layers[1](layers[0](x, seen), seen)", 0, "its forward changes an argument"),
-    "object that blocks fill": ("(setattr(z, 'value', x), Y)[1]",
-        "a, b = Value(), Value()\nx = layers[1](layers[0](x, a), b) + a.value * b.value",
-        0, "its forward changes an argument"),
     "no_grad around one": ("Y", "with torch.no_grad(): z = layers[0](x)\nx = layers[1](z) * x", 0,
         ""),
-    "transposed": ("Y", "x = layers[1](layers[0](x.t().contiguous().t()))", 0, ""),
     "expanded": ("Y", "x = layers[1](layers[0](x[:1].expand(3, 4)))", 0, ""),
-    "strided": ("Y", "x = layers[1](layers[0](torch.cat([x, x], 1)[:, ::2]))", 0, ""),
-    "flipped": ("Y", "x = layers[1](layers[0](x.flip(0)))", 1, ""),
     "with an offset": ("Y", "x = layers[1](layers[0](torch.cat([x, x])[3:]))", 1, ""),
     "parts of one tensor": ("(z[1:], Y * z)",
         "a, z = [], torch.cat([x, x])\nfor i, l in enumerate(layers):\n    "
@@ -327,8 +295,6 @@ BODIES = {
         "seen through a view"),
     "written where it is expanded": ("(x.__setitem__(0, 0.5), x + torch.tanh(self.linear(x)))[1]",
         "for l in layers: x = l((x * 2)[:1].expand(3, 4))", 0, ""),
-    "written argument": ("(x.add_(1), torch.tanh(self.linear(x)))[1]",
-        "for l in layers:\n    y = torch.sin(x)\n    x = l(y) + y", 1, ""),
     "attributes of tensors between blocks": (
         'made(self.linear(x) * getattr(x, \'n\', 1.0), f\'v.n = {getattr(x, "n", 1.0) + 1}\')',
         "for l in layers: x = l(x)", 0, ""),
@@ -369,7 +335,7 @@ OPERANDS += ["x.flatten(1)", "x.type_as(x)", "x.expand_as(x)"]
 
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("marked", [True, False])
-@pytest.mark.sweep(keep=["True", "False-x.contiguous"])
+@pytest.mark.sweep(keep=["x.contiguous", "True-x.to("])
 def test_an_operand_returned_under_no_grad_keeps_its_gradient(operand: str, marked: bool) -> None:
     forward = f"""
 def forward(self, x):
@@ -382,7 +348,8 @@ model = Stack(B(), B())
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "complex128"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex128"])
+@pytest.mark.sweep(keep=["bfloat16", "complex"])
 def test_blocks_in_another_dtype(dtype: str) -> None:
     text = f"""
 dtype = torch.{dtype}
@@ -393,14 +360,11 @@ B = block(lambda self, x: self.linear(x) * 0.5)
 model = Around(body, B(), B(), B()).to(dtype)
 def inputs(): return [example(grad=False).to(dtype)]
 """
-    tolerance = 1e-10 if dtype in ("float64", "complex128") else 1e-2
+    tolerance = 1e-10 if dtype == "complex128" else 1e-2
     assert assert_as_eager(text, tolerance=tolerance).shared == 1
 
 
 BODIES_OF_PRECISIONS = """
-def cast_one(layers, x):
-    x = layers[0](x)
-    with torch.autocast("cpu", dtype=torch.bfloat16): return layers[1](x)
 def mixed(layers, x):
     x = layers[0](x)
     with torch.autocast("cpu", dtype=torch.bfloat16): x = layers[1](x)
@@ -410,17 +374,12 @@ def several(body, num_layers):
     return Around(body, *(B() for _ in range(num_layers))).float()
 def inputs(): return [example(grad=False).float()]
 """
-PRECISIONS = {
-    "autocast around one": ("several(cast_one, 2)", 0),
-    "half and autocast on some": ("made(several(mixed, 5), 'v.layers[2].half()')", 1),
-}
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_blocks_of_several_precisions(name: str) -> None:
-    model, shared = PRECISIONS[name]
-    outcome = assert_as_eager(BODIES_OF_PRECISIONS, f"model = {model}", tolerance=1e-2)
-    assert outcome.shared == shared
+def test_blocks_of_several_precisions() -> None:
+    """Some in half precision, some under autocast."""
+    model = "model = made(several(mixed, 5), 'v.layers[2].half()')"
+    assert assert_as_eager(BODIES_OF_PRECISIONS, model, tolerance=1e-2).shared == 1
 
 
 def test_blocks_traced_apart_still_share_an_equal_graph() -> None:
@@ -488,6 +447,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("what", ASKED)
+@pytest.mark.sweep(keep=["version", "written", "input"])  # others are in test_tensor_answers.py
 def test_what_only_a_run_can_answer_is_refused_or_run(what: str) -> None:
     text = f"""
 model = block(lambda self, x: self.linear(x).sin() * ({ASKED[what]}))()
@@ -537,7 +497,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("register", HOOKS)
 @pytest.mark.parametrize("place", ["layers.1", "layers.1.linear", ""])
-@pytest.mark.sweep(keep=["1-register_full_backward_hook", "linear-register_backward_hook", "[-"])
+@pytest.mark.sweep(keep=["1-register_full_backward_hook", "linear-register_backward_hook", "[-reg"])
 def test_a_backward_hook_runs_at_each_backward_and_is_the_reason(register: str, place: str) -> None:
     owner = f"model.get_submodule({place!r})"
     scene = ["", "", f"h = {owner}.{register}({HOOKS[register]})", "", "h.remove()"]

@@ -70,7 +70,6 @@ out = x + slot(i).keys
 """,
     "is the first": "UPDATES; out = out * (2 if i == 0 else 1)",
     "reads the first": "UPDATES; out = out * (1 + cache.get_seq_length())",
-    "reads the one before": "UPDATES; out = out + (slot(i - 1).keys.mean() if i > 0 else 0)",
     "reads all": "UPDATES; out = out + sum(s.keys.sum() for s in cache.layers if s.is_initialized)",
     "writes the next": """
 UPDATES
@@ -82,17 +81,10 @@ slot(0).count = getattr(slot(0), "count", 0) + 1
 UPDATES; out = out * slot(0).count
 """,
     "scales by index": "UPDATES; out = out * (i + 1)",
-    "takes from a table": "UPDATES; out = out * (1.0, 1.0, 2.0, 2.0)[i]",
-    "is odd": "UPDATES; out = out * (2 if i % 2 else 1)",
     "names itself": "UPDATES; out = out * len(f\"{'x' * 3}{i * 7}\")",
     "indexes a tensor": "UPDATES; out = out * x[..., i : i + 1]",
-    "makes a tensor": "UPDATES; out = out * torch.tensor(float(i))",
     "fills with the index": "UPDATES; out = out + torch.full((1,), i)",  # no operator takes it
     "keeps the index": "slot(i).number = i; UPDATES",
-    "reads a dictionary": """
-held = vars(slot(i))["values"].shape if slot(i).is_initialized else ()
-UPDATES; out = out * (1 + len(held))
-""",
     "writes a dictionary": "UPDATES; vars(slot(i))['keys'] = slot(i).keys * 2",
     "copies a slot": "UPDATES; out = out + copy.copy(slot(i)).values.mean()",
     "deletes": "slot(i).extra = 1; del slot(i).extra; UPDATES",
@@ -102,7 +94,6 @@ if i == 1: cache.layers[0], cache.layers[1] = cache.layers[1], cache.layers[0]
 """,
     "replaces its slot": "cache.layers[i] = DynamicLayer(); UPDATES",
     "appends a slot": "UPDATES; cache.layers.append(DynamicLayer()); out = out * len(cache.layers)",
-    "counts slots": "UPDATES; out = out * sum(one.is_initialized for one in list(cache.layers))",
     "shares memory": """
 if slot(i).is_initialized:
     slot(i).values = slot(i).keys[..., :1, :]
@@ -133,7 +124,7 @@ def a_cache(kind: str) -> Cache:
     return Cache(layers=[DynamicLayer() for _ in range(LAYERS)])
 
 
-USUAL = ["updates", "writes in place", "deletes"]
+USUAL = ["updates", "writes in place"]
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -158,6 +149,7 @@ def test_what_blocks_do_to_a_cache_is_what_eager_does(act: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("act", ["updates", "writes in place", "adds in place"])
+@pytest.mark.sweep(keep=["updates-dynamic", "writes in place-static", "adds in place-dynamic"])
 def test_gradients_through_a_cache_that_is_shared_are_those_of_eager(act: str, kind: str) -> None:
     def loss(run: Any, x: Tensor) -> Tensor:
         cache = a_cache(kind)
@@ -167,7 +159,7 @@ def test_gradients_through_a_cache_that_is_shared_are_those_of_eager(act: str, k
     assert_equals_eager(stack(act_of(act)), args, calls=1, use=loss, reuse="auto")
 
 
-@pytest.mark.parametrize("together", [(0,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("together", [(2,), (0, 1, 2)])
 def test_slots_that_are_one_tensor_are_told_from_others(together: tuple[int, ...]) -> None:
     """One tensor is put into several places before the layers run."""
 
@@ -224,7 +216,7 @@ def test_layers_with_states_of_their_own_are_captured_whole_and_share() -> None:
     model = JambaForCausalLM(JambaConfig(**sizes))
     expected = copy.deepcopy(model)
     run: Any = lazyinline.compile(model, backend="eager", reuse="auto")
-    ids = torch.randint(3, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 32, (2, 4), generator=torch.Generator().manual_seed(0))
     for module in (expected, run):  # transformers warns once that it has no kernels for states
         module(ids, labels=ids).loss.backward()
     assert_same_gradients(model, expected)

@@ -44,12 +44,8 @@ class Array(np.ndarray): __slots__ = ("value",)
 class Entries(dict): pass
 class Items(list): pass
 class Number(float): pass
-class Count(int): pass
-class Complex(complex): pass
 class Text(str): pass
-class Bytes(bytes): pass
 class Money(D): scale = 1.0
-class Day(datetime.date): scale = 1.0
 class Colour(enum.Enum): RED, BLUE = 1, 2
 class Level(enum.IntFlag): LOW, HIGH = 1, 2
 class One(enum.IntEnum): ONE = 1
@@ -66,8 +62,6 @@ class Data:
     names: list = dataclasses.field(default_factory=list)
 @dataclasses.dataclass(frozen=True)
 class Frozen: value: float = 1.0
-@dataclasses.dataclass(eq=False, slots=True)
-class Open: value: float = 1.0
 KEY, KEYS = Key(), [made(Key(), "v.value = 1.0"), made(Key(), "v.value = 3.0")]
 
 def derived(base, /, **names): return type("Local", (base,), names)
@@ -128,12 +122,9 @@ SHOWN = {
     "complex minus zero": Row("complex(0, 0.0)", "complex(0, -0.0)", "math.copysign(1, v.imag)"),
     "number of a class": Row("[Number(1)]", "[Number(2)]", "float(v[0])", "v[0] = Number(3)"),
     "zero of a class": Row("Number(0.0)", "Number(-0.0)", "math.copysign(1, v)"),
-    "count of a class": Row("[Count(1)]", "[Count(2)]", "float(v[0])", "v[0] = Count(3)"),
-    "complex of a class": Row("Complex(1)", "Complex(2j)", "v.real"),
     "text": Row("'a'", "'ab'", "len(v)"),
     "text and bytes": Row("'a'", "b'a'", "2.0 if type(v) is str else 3.0"),
     "text of a class": Row("[Text('1')]", "[Text('2')]", "float(str(v[0]))", "v[0] = Text('3')"),
-    "bytes of a class": Row("Bytes(b'a')", "Bytes(b'b')", "v[0]"),
     "None and False": Row("None", "False", "2.0 if v is None else 3.0"),
     "decimal": Row("D('1.5')", "D('2.5')", "float(v)"),
     "digits of a decimal": Row("D('1.0')", "D('1.00')", "len(str(v))"),
@@ -143,13 +134,11 @@ SHOWN = {
     "time": Row("datetime.time(1)", "datetime.time(2)", "v.hour"),
     "zone of a time": Row("datetime.time(1)", "datetime.time(1, tzinfo=datetime.timezone.utc)",
         "len(str(v))"),
-    "duration": Row("datetime.timedelta(1)", "datetime.timedelta(2)", "v.days"),
     "name of a zone": Row("datetime.timezone.utc",
         "datetime.timezone(datetime.timedelta(0), 'name')", "len(v.tzname(None))"),
     "pattern": Row("re.compile('a+')", "re.compile('b+')", "ord(v.pattern[0])"),
     "flags of a pattern": Row("re.compile('a')", "re.compile('a', re.I)", "float(v.flags)"),
     "address": Row("ipaddress.ip_address('0.0.0.1')", "ipaddress.ip_address('0.0.0.2')", "int(v)"),
-    "uuid": Row("uuid.UUID(int=1)", "uuid.UUID(int=2)", "v.int"),
     "path": Row("pathlib.PurePosixPath('a/b')", "pathlib.PurePosixPath('ab')", "len(v.parts)"),
     "enumeration": Row("Colour.RED", "Colour.BLUE", "v.value"),
     "flags": Row("Level.LOW", "Level.LOW | Level.HIGH", "v.value"),
@@ -157,8 +146,6 @@ SHOWN = {
     "scalar of numpy": Row("np.float64(1.5)", "np.float64(2.5)", "float(v)"),
     "numpy's number and Python's": Row("np.float64(1)", "1.0", "2.0 if type(v) is float else 3.0"),
     "zero of numpy": Row("np.float32(0.0)", "np.float32(-0.0)", "math.copysign(1, v)"),
-    "day of numpy": Row("np.datetime64('2020-01-01')", "np.datetime64('2020-01-02')",
-        "float(v.astype(int))"),
     "dtype": Row("torch.float16", "torch.float32", "v.itemsize"),
     "device": Row("torch.device('cpu')", "torch.device('cpu', 0)", "len(str(v))"),
     "size": Row("torch.Size([1])", "torch.Size([2])", "v[0]"),
@@ -169,11 +156,9 @@ SHOWN = {
     "length of a list": Row("[1.0, 2]", "[1.0]", "len(v)", "v.append(3)"),
     "truth in a list": Row("[1]", "[True]", "2.0 if v[0] is True else 3.0", "v[0] = True"),
     "list and tuple": Row("[1]", "(1,)", "2.0 if type(v) is list else 3.0"),
-    "list of a class": Row("Items([1])", "Items([2])", "v[0]", "v[0] = 5"),
     "attribute of a list": Row("with_value(Items())", "with_value(Items(), 2)", "v.value",
         "v.value = 5"),
     "long list": Row("[1.0] * 3000", "", "v[2500]", "v[2500] = 3.0"),
-    "many lists": Row("[[1.0] for _ in range(600)]", "", "v[555][0]", "v[555][0] = 3.0"),
     "deep list": Row("nested(7, 1.0)", "nested(7, 2.0)", "innermost(v)[0]",
         "innermost(v)[0] = 3.0"),
     "tuple in a list": Row("{'a': ([1.0],)}", "{'a': ([2.0],)}", "v['a'][0][0]",
@@ -202,8 +187,6 @@ SHOWN = {
         "v.value = 5"),
     "chain": Row("collections.ChainMap({'a': 1})", "collections.ChainMap({'a': 2})", "v['a']",
         "v['a'] = 5"),
-    "dictionary of a user": Row("collections.UserDict(a=1)", "collections.UserDict(a=2)", "v['a']",
-        "v['a'] = 5"),
     "set": Row("{1}", "{1, 2}", "len(v)", "v.add(5)"),
     "kind in a set": Row("{1}", "{True}", "2.0 if next(iter(v)) is True else 3.0",
         "v.clear(), v.add(True)"),
@@ -222,7 +205,6 @@ SHOWN = {
     "type of an array": Row("array.array('i', [0])", "array.array('f', [0])", "ord(v.typecode)"),
     "memory": Row("memoryview(bytearray([1]))", "memoryview(bytearray([2]))", "v[0]", "v[0] = 5"),
     "array of numpy": Row("np.array([1.0])", "np.array([2.0])", "float(v[0])", "v[0] = 5"),
-    "array in a list": Row("[np.ones(2)]", "[np.zeros(2)]", "float(v[0][0])", "v[0].fill(3)"),
     "middle of an array": Row("large(1)", "large(2)", "float(v.max())", "v[2500] = 5"),
     "dtype of an array": Row("np.zeros(2, 'i4')", "np.zeros(2, 'f4')", "ord(v.dtype.kind)"),
     "shape of an array": Row("np.zeros((2, 3))", "np.zeros((3, 2))", "v.shape[0]"),
@@ -232,9 +214,6 @@ SHOWN = {
     "mask": Row("np.ma.array([1.0, 2.0], mask=[True, False])", "", "float(v.mask[0])",
         "v.mask = False"),
     "slot of an array": Row("with_value(np.ones(2).view(Array))", "", "v.value", "v.value = 5"),
-    "records": Row("np.ones(1).view(np.recarray)", "np.zeros(1).view(np.recarray)", "float(v[0])",
-        "v.fill(5)"),
-    "polynomial": Row("np.poly1d([1.0, 2])", "np.poly1d([3.0, 2])", "float(v(1.0))", "v[0] = 7.0"),
     # ---- objects
     "object": Row("Value()", "Value(2.0)", "v.value", "v.value = 5.0"),
     "attribute that is new": Row("Value()", "", "getattr(v, 'new', 1.0)", "v.new = 2.0"),
@@ -260,11 +239,8 @@ SHOWN = {
     "data": Row("Data()", "Data(2)", "v.value", "v.value = 5"),
     "in data": Row("Data()", "Data(names=[1])", "len(v.names)", "v.names.append(1)"),
     "frozen data": Row("Frozen()", "Frozen(2)", "v.value"),
-    "data that is not compared": Row("Open()", "Open(2)", "v.value", "v.value = 5"),
     "named tuple": Row("Named(1.0)", "Named(2.0)", "v.value"),
     "variable of a thread": Row("local()", "local(2)", "v.value", "v.value = 5"),
-    "template": Row("string.Template('a')", "string.Template('ab')", "len(v.template)",
-        "v.template = 'abc'"),
     # ---- functions
     "code": Row("lambda: 1.0", "lambda: 2.0", "v()", "v.__code__ = (lambda: 5.0).__code__"),
     "captured": Row("captured(1.0)", "captured(2.0)", "v()",
@@ -286,7 +262,6 @@ SHOWN = {
     "attribute of a partial": Row("with_value(functools.partial(max))", "", "v.value",
         "v.value = 5"),
     "method": Row("Value().get", "Value(2).get", "v()", "v.__self__.value = 5"),
-    "method of slots": Row("Slotted().get", "Slotted(2).get", "v()", "v.__self__.value = 5"),
     "object that is called": Row("Value()", "Value(2)", "v()", "v.value = 5"),
 }
 # fmt: on
@@ -305,8 +280,6 @@ RARE = {
     "view of a dictionary": Row("{'a': 1.0}.values()", "{'a': 2.0}.values()", "next(iter(v))"),
     "proxy of a dictionary": Row("proxy(1.0)", "proxy(2.0)", "v['a']"),
     "method in C": Row("{'a': 1.0}.get", "{'a': 2.0}.get", "v('a')", "v.__self__.update(a=5.0)"),
-    "item of a list in C": Row("[1.0].__getitem__", "[2.0].__getitem__", "v(0)",
-        "v.__self__[0] = 5.0"),
     "cached function": Row("with_value(functools.lru_cache(plain))", "", "v.value", "v.value = 5"),
     "property": Row("property(captured(1.0))", "property(captured(2.0))", "v.fget(None)"),
     "cell": Row("types.CellType(1.0)", "types.CellType(2.0)", "v.cell_contents",
@@ -317,7 +290,6 @@ RARE = {
         "weakref.WeakKeyDictionary({KEY: 2.0})", "v[KEY]", "v[KEY] = 5.0"),
     "weak values": Row("weakref.WeakValueDictionary({'a': KEY})", "", "float('a' in v)",
         "v.pop('a', None)"),
-    "weak set": Row("weakref.WeakSet([KEY])", "", "float(KEY in v)", "v.discard(KEY)"),
     "weak reference": Row("weakref.ref(KEYS[0])", "weakref.ref(KEYS[1])", "v().value",
         "v().value += 4"),
     "weak proxy": Row("weakref.proxy(KEYS[0])", "weakref.proxy(KEYS[1])", "v.value",
@@ -335,7 +307,6 @@ RARE = {
 # fmt: off
 HIDDEN = {
     "class": Row("derived(Value)", "derived(Value, kind=2.0)", "v.kind", "v.kind = 5.0"),
-    "class by text": Row("derived(Value)", "", "getattr(v, 'ki' + 'nd')", "v.kind = 5.0"),
     "class below an object": Row("derived(Value)()", "derived(Value, kind=2.0)()", "v.kind",
         "type(v).kind = 5.0"),
     "method of a class": Row("derived(Value)()", "", "v.of_class()", "type(v).kind = 5.0"),
@@ -348,11 +319,9 @@ HIDDEN = {
         "type(v).__len__ = lambda self: 5"),
     "scale of a decimal's class": Row("Money('1.5')", "", "float(v) * v.scale",
         "Money.scale = 5.0"),
-    "scale of a date's class": Row("Day(2020, 1, 1)", "", "v.year * v.scale", "Day.scale = 5.0"),
     "Python module": Row("with_value(types.ModuleType('m'))",
         "with_value(types.ModuleType('m'), 2)", "v.value", "v.value = 5"),
     "name of a function": Row("plain()", "", "len(v.__name__)", "v.__name__ = 'a_longer_name'"),
-    "docs of a function": Row("plain()", "", "len(v.__doc__)", "v.__doc__ = 'More docs.'"),
     "defaults of a function": Row("default(1.0)", "", "v.__defaults__[0]",
         "v.__defaults__ = (5.0,)"),
     "signature": Row("default(1.0)", "", "inspect.signature(v).parameters['x'].default",
@@ -363,44 +332,25 @@ HIDDEN = {
     "decimal context": Row("decimal.Context(prec=3)", "decimal.Context(prec=5)", "v.prec",
         "v.prec = 9"),
     "match": Row("re.match('a+', 'aab')", "re.match('a+', 'aaab')", "v.end()"),
-    "network": Row("ipaddress.ip_network('10.0.0.0/30')", "ipaddress.ip_network('10.0.0.0/29')",
-        "v.num_addresses"),
     "mapped memory": Row("mapped(b'1')", "mapped(b'2')", "v[0]", "v[0:1] = b'3'"),
     "event": Row("threading.Event()", "made(threading.Event(), 'v.set()')", "1.0 + v.is_set()",
         "v.set() if not v.is_set() else v.clear()"),
     # Without waiting: a second call would wait for ever, in eager too.
     "lock": Row("threading.Lock()", "", "1.0 + v.locked()", "v.acquire(False)"),
     "lock that is asked": Row("threading.RLock()", "", "1.0 + v._is_owned()", "v.acquire()"),
-    "text of a lock": Row("threading.RLock()", "made(threading.RLock(), 'v.acquire()')",
-        "1.0 + ('count=0' in repr(v))"),
     "semaphore": Row("threading.Semaphore(1)", "threading.Semaphore(2)", "v._value", "v.release()"),
-    "condition": Row("threading.Condition(threading.Lock())", "", "1.0 + v._lock.locked()",
-        "v.acquire(False)"),
-    "barrier": Row("threading.Barrier(1)", "threading.Barrier(2)", "v.parties", "v._parties = 5"),
     "thread": Row("threading.Thread(name='a')", "threading.Thread(name='ab')", "len(v.name)",
         "v.name = 'abc'"),
     "queue in C": Row("queue.SimpleQueue()", "made(queue.SimpleQueue(), 'v.put(1)')", "v.qsize()",
         "v.put(3)"),
-    "queue": Row("queue.Queue()", "made(queue.Queue(), 'v.put(1)')", "v.qsize()", "v.put(3)"),
-    "queue in order": Row("queue.PriorityQueue()", "made(queue.PriorityQueue(), 'v.put(1)')",
-        "v.qsize()", "v.put(3)"),
     "hash": Row("hashlib.sha256(b'a')", "hashlib.sha256(b'b')", "v.digest()[0]", "v.update(b'c')"),
-    "compressor": Row("zlib.compressobj()",
-        "made(zlib.compressobj(), 'v.compress(bytes(range(99)))')", "len(v.copy().flush())",
-        "v.compress(bytes(range(256)))"),
-    "layout": Row("struct.Struct('i')", "struct.Struct('q')", "v.size"),
     "bytes in memory": Row("io.BytesIO(b'a')", "io.BytesIO(b'ab')", "len(v.getvalue())",
         "v.seek(0, 2), v.write(b'cdef')"),
-    "text in memory": Row("io.StringIO('a')", "io.StringIO('ab')", "len(v.getvalue())",
-        "v.seek(0, 2), v.write('cdef')"),
     "item getter": Row("operator.itemgetter(0)", "operator.itemgetter(1)", "v((1.0, 2.0))"),
-    "attribute getter": Row("operator.attrgetter('real')", "operator.attrgetter('imag')",
-        "v(1 + 2j)"),
     "method caller": Row("operator.methodcaller('count', 1)", "operator.methodcaller('count', 2)",
         "v([1, 2, 2])"),
     "structured dtype": Row("np.dtype([('a', 'f4')])", "np.dtype([('a', 'f8')])", "v.itemsize"),
     "limits of numpy": Row("np.finfo(np.float32)", "np.finfo(np.float64)", "v.bits"),
-    "limits of torch": Row("torch.finfo(torch.float16)", "torch.finfo(torch.float32)", "v.bits"),
     "optimizer": Row("torch.optim.SGD([torch.zeros(1)], lr=1.0)", "", "v.param_groups[0]['lr']",
         "v.param_groups[0]['lr'] = 5.0"),
     "number of a distribution": Row("torch.distributions.Normal(torch.tensor(1.0), 1.0)",
@@ -429,7 +379,7 @@ TENSORS = {
         "v.scale = 3.0"),
     **{f"number, {read}": Row("torch.tensor(1.0)", "torch.tensor(2.0)", read, "v.data.fill_(0)")
        for read in (
-           *("v.item()", "float(v)", "v.tolist()", "float(v.detach().numpy())", "(v * 2).item()"),
+           *("v.item()", "float(v)", "float(v.detach().numpy())"),
            *("[5.0, 6.0, 7.0][int(v)]", "2.0 + torch.equal(v, v * v)", "float(np.asarray(v))"),
            *("(torch.tensor(2.0) * v).item()", "torch.tensor(2.0).mul_(v).item()"),
            "torch.add(torch.ones(4), torch.ones(4), alpha=v + 0)",
@@ -440,20 +390,16 @@ TENSORS = {
 # What each use moves on: two runs must not be handed the same one.
 MOVING = {
     "count": ("itertools.count()", "next(v)"),
-    "cycle": ("itertools.cycle([1.0, 2.0])", "next(v)"),
     "generator": ("(float(i) for i in range(9))", "next(v)"),
-    "iterator in a list": ("[iter([1.0, 2.0, 3.0])]", "next(v[0])"),
     "iterator in an object": ("NS(deep=[{'a': iter([1.0, 2.0, 3.0])}])", "next(v.deep[0]['a'])"),
     "random numbers": ("random.Random(0)", "v.random()"),
     "generator of numpy": ("np.random.default_rng(0)", "v.random()"),
-    "old generator of numpy": ("np.random.RandomState(0)", "v.rand()"),
     "bits": ("np.random.PCG64(0)", "v.random_raw() % 1000"),
 }
 # What goes on changing at each call: a value, and a statement of the forward.
 # fmt: off
 COUNTING = {
     "list": ("[0]", "v[0] += 1"),
-    "length of a list": ("[0]", "v.append(0)"),
     "dictionary": ("{'n': 0}", "v['n'] += 1"),
     "object": ("Value(0)", "v.value += 1"),
     "slot": ("Slotted(0)", "v.value += 1"),
@@ -462,17 +408,11 @@ COUNTING = {
     "attribute of a function": ("with_value(plain())", "v.value += 1"),
     "attribute of a library's object": ("threading.Event()", "v.n = getattr(v, 'n', 0) + 1"),
     "context variable": ("variable(0)", "v.set(v.get() + 1)"),
-    "set": ("set()", "v.add(len(v))"),
     "deque": ("collections.deque([1, 2, 3])", "v.rotate(1)"),
-    "bytearray": ("bytearray(1)", "v[0] += 1"),
-    "array": ("array.array('i', [0])", "v[0] += 1"),
     "memory": ("memoryview(bytearray(1))", "v[0] += 1"),
     "memory of numbers": ("memoryview(array.array('i', [0]))", "v[0] += 1"),
     "weak dictionary": ("weakref.WeakKeyDictionary({KEY: 0})", "v[KEY] += 1"),
-    "namespace": ("NS(n=0)", "v.n += 1"),
     "captured": ("[captured(0)]", "v[0].__closure__[0].cell_contents += 1"),
     "random numbers": ("random.Random(0)", "v.random()"),
-    "generator of numpy": ("np.random.default_rng(0)", "v.random()"),
-    "old generator of numpy": ("np.random.RandomState(0)", "v.rand()"),
 }
 # fmt: on

@@ -24,14 +24,10 @@ class Way(NamedTuple):
 AROUND = '''
 BY, BY_REFERENCE, WEAKLY = {}, {}, weakref.WeakKeyDictionary()
 WEAK_SET, LARGE = weakref.WeakSet(), set()
-ADDRESS_OF = id
 class Weakly:
     """A descriptor that keeps its values beside the objects."""
     def __get__(self, owner, kind): return self if owner is None else WEAKLY[owner]
     def __set__(self, owner, value): WEAKLY[owner] = value
-class ByAddress:
-    def __get__(self, owner, kind): return self if owner is None else BY[id(owner)]
-    def __set__(self, owner, value): BY[id(owner)] = value
 class Alike(type):
     """The metaclass of classes that say they are one and the same."""
     def __eq__(cls, other): return isinstance(other, Alike)
@@ -128,12 +124,8 @@ INSIDE = HOLDING | {
     "dictionary by module": Way("BY[h] = V", "BY[self]"),
     "dictionary by child": Way("BY[h.linear] = V", "BY[self.linear]"),
     "id": Way("BY[id(h)] = V", "BY[id(self)]"),
-    "id by another name": Way("BY[id(h)] = V", "BY[ADDRESS_OF(self)]"),
     "id by an attribute": Way("h.held = Value(id); BY[id(h)] = V", "BY[self.held.value(self)]"),
     "hash": Way("BY[hash(h)] = V", "BY[hash(self)]"),
-    "__hash__": Way("BY[hash(h)] = V", "BY[self.__hash__()]"),
-    "dir": Way("put_new(h, 'more' + 'x' * int(V), 1)", "sum('more' in name for name in dir(self))"),
-    "length of dir": Way("put_new(h, 'more' + 'x' * int(V), 1)", "float(len(dir(self)))"),
     "dir by an attribute": Way("h.held = Value(dir); put_new(h, 'more' + 'x' * int(V), 1)",
         "float(len(self.held.value(self)))"),
     "__dir__": Way("put_new(h, 'more' + 'x' * int(V), 1)", "float(len(self.__dir__()))"),
@@ -147,7 +139,6 @@ INSIDE = HOLDING | {
     "cache": Way("h.v = V", "remembered(self)"),
     "cache by address": Way("BY[id(h)] = V", "remembered_by_address(id(self))"),
     "weak descriptor": Way("type(h).w = Weakly(); h.w = V", "self.w"),
-    "descriptor by address": Way("type(h).w = ByAddress(); h.w = V", "self.w"),
     "object.__getattribute__": Way("h.v = V", "object.__getattribute__(self, 'v')"),
     "__reduce_ex__": Way("h.v = V", "self.__reduce_ex__(2)[2]['v']"),
     "copy": Way("h.v = V", "copy.copy(self).v"),
@@ -157,12 +148,8 @@ INSIDE = HOLDING | {
     "str": Way("h.v = Told(V)", "len(str(self.v))"),
     "repr": Way("h.extra_repr = lambda: 'x' * int(V)", "len(repr(self))"),
     "derived class": Way("h.v = derived(Value, kind=V)()", "self.v.__class__.kind"),
-    "name": Way('h.v = made(plain(), f\'v.__name__ = {"x" * int(V)!r}\')', "len(self.v.__name__)"),
-    "docs": Way('h.v = made(plain(), f\'v.__doc__ = {"x" * int(V)!r}\')', "len(self.v.__doc__)"),
     "annotation": Way("h.v = annotated(V)", "self.v.__annotations__['a']"),
     "attribute of a weight": Way("h.linear.weight.v = V", "self.linear.weight.v"),
-    "attribute of a weight, or none": Way("h.linear.weight.v = V",
-        "getattr(self.linear.weight, 'v', 1.0)"),
     "weak reference": Way("h.v = weakref.ref(put_new(h, 'kept', Value(V)) or h.kept)",
         "self.v().value"),
 }
@@ -208,13 +195,9 @@ OUTSIDE = ANYWHERE | {
     "class replaced": Way("OBJECT.__class__ = derived(Value, kind=V)", "OBJECT.kind",
         "the global OBJECT"),
     "operator": Way("Shared.__mul__ = lambda self, other: V", "MADE * 1"),
-    "operator of an object in a list": Way("Shared.__mul__ = lambda self, other: V", "MANY[0] * 1"),
-    "operator by its name": Way("Shared.__mul__ = product_of(V)", "BELOW * 1"),
     "operator in a wrapper": Way("Shared.__mul__ = wrapped(product_of(V))", "MANY[0] * 1"),
     "number of a class": Way("Money.scale = V", "number(MONEY) * MONEY.scale"),
     "code": Way("function.__code__ = code_of(V)", "function()"),
-    "environment": Way("os.environ['LAZYINLINE_TEST'] = str(V)",
-        "float(os.environ.get('LAZYINLINE_TEST'))"),
     "environment in bytes": Way("os.environb[b'LAZYINLINE_TEST'] = str(V).encode()",
         "float(os.environb.get(b'LAZYINLINE_TEST'))"),
     "cache that is cleared": Way("set_global('G', V); cached.cache_clear()", "cached()"),
