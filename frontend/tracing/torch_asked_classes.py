@@ -3,9 +3,10 @@
 In a trace a tensor is fake and a size that varies is a symbol. ``isinstance`` answers as in eager
 for both: a fake is a tensor, and ``__class__`` of a symbol is patched here. ``type(x)`` and
 ``n is m`` cannot be intercepted, so the bytecode of each user function is searched for them when it
-begins. If it names ``type``, its module gets a global ``type`` that answers as in eager. A
-reference to the builtin ``type`` is refused where the model reads it (:mod:`...reuse.freeze`). All
-other uses are checked after the run, on the values that the functions' frames still hold.
+begins. If it names ``type``, its module gets a global ``type`` that answers as in eager; a module
+with one of its own, or code that compares with ``type`` by ``is``, is refused. A reference to the
+builtin ``type`` is refused where the model reads it (:mod:`...reuse.freeze`). Identities and
+``__class__`` are checked after the run, on the values that the functions' frames still hold.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
-import itertools
 import os
 import sys
 import threading
@@ -39,7 +39,6 @@ _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 _SIZES = frozenset(("shape", "size", "numel", "stride"))
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _NAMES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
-_ENDS = ("RAISE", "RETURN", "STORE", "POP_JUMP", "JUMP", "YIELD", "FOR_ITER")
 _ITERATED = ".0"  # Python's name for the argument of a comprehension
 # Functions that use type() and do the same for a fake tensor's class, with the reason.
 _ALIKE = frozenset(
@@ -192,16 +191,16 @@ _ANY: Any = object()
 
 
 class _Question(NamedTuple):
-    """A ``type(...)``, ``.__class__`` or ``... is ...`` in a function."""
+    """A ``type``, ``.__class__`` or ``... is ...`` in a function."""
 
     line: int  # its line
-    paths: tuple[_Path, ...]  # paths to the values that it may be applied to
-    # Whether there may be other values, because the operand is computed, or a variable had several
-    # values. Then every value that the function holds is checked.
-    is_open: bool
-    kinds: tuple[type, ...]  # classes whose instances would answer differently than in eager
     # ``"type"``, ``"__class__"``, ``"is"``, or ``"is type"`` for a comparison with ``type``.
     way: str
+    paths: tuple[_Path, ...] = ()  # paths to the values that it may be applied to
+    # Whether there may be other values, because the operand is computed, or a variable had several
+    # values. Then every value that the function holds is checked.
+    is_open: bool = False
+    kinds: tuple[type, ...] = ()  # classes whose instances would answer differently than in eager
 
 
 class AskedClasses:
@@ -220,12 +219,11 @@ class AskedClasses:
         self._known: dict[int, tuple[CodeType, Sequence[_Question]]] = {}
         self._asking: list[tuple[FrameType, Sequence[_Question], list[Mapping[str, Any]]]] = []
         self._classes = known
-        self._types: list[str] = []  # lines that ask for the class of a class
+        self._types: list[str] = []  # lines that reveal Python's ``type``
         own = {OWN_PATCH: True, "_known": known, "_thread": threading.get_ident()}
         own |= {"_shown": {**_NUMBERS, **shown}, "_types": self._types}
         self._type: Any = _LikeType("type", (type,), own)
         self._undo = ExitStack()
-        self._modules: dict[int, bool] = {}  # by id of its globals: whether its ``type`` is ours
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -239,8 +237,9 @@ class AskedClasses:
         code = frame.f_code
         questions = self._asked_by(frame)
         for question in questions:
-            self._show(question, frame.f_globals)
-        if questions:
+            if question.way == "is type" or (question.way == "type" and not self._shows(frame)):
+                self._types.append(_place(frame, question))
+        if any(question.kinds for question in questions):
             # The values that a comprehension iterates over are in the function around it.
             around = frame.f_back if _ITERATED in code.co_varnames else None
             given: list[Mapping[str, Any]] = [dict(frame.f_locals)]
@@ -257,61 +256,48 @@ class AskedClasses:
             known = self._known[id(code)] = (code, found)
         return known[1]
 
-    def _show(self, question: _Question, scope: dict[str, Any]) -> None:
-        """Gives a module a ``type`` that answers as in eager, if the check is by ``type``."""
-        if question.way == "is type":
-            if self._modules.get(id(scope)):
-                _remove_type(scope, self._type)
-            self._modules[id(scope)] = False
-        elif question.way == "type" and id(scope) not in self._modules:
-            # A module may have a ``type`` already: its own, or one of another thread's capture.
-            self._modules[id(scope)] = "type" not in scope
-            if "type" not in scope:
-                self._undo.callback(_remove_type, scope, self._type)
-                scope["type"] = self._type
+    def _shows(self, frame: FrameType) -> bool:
+        """Gives a function's module a ``type`` that answers as in eager, unless it has its own."""
+        scope = frame.f_globals
+        if "type" not in scope:
+            self._undo.callback(_remove_type, scope, self._type)
+            scope["type"] = self._type
+        return scope["type"] is self._type
 
     def refuse(self) -> None:
         """Refuses checks in the functions that have run whose answer differs from eager's."""
         if self._types:
-            _refuse_type(self._types[0])
+            _refuse("type", self._types[0])
         for frame, questions, given in self._asking:
             for question in questions:
-                if question.way == "type" and self._modules[id(frame.f_globals)]:
-                    continue  # our ``type`` answered as in eager
                 for value in _asked(question, [frame.f_locals, *given], frame.f_globals):
                     if isinstance(value, question.kinds):
-                        _refuse(question, frame, value)
+                        _refuse(question.way, _place(frame, question))
 
     def release(self) -> None:
         """Drops references to the frames that have run."""
         self._asking.clear()
 
 
-def _refuse_type(line: str) -> None:
+def _place(frame: FrameType, question: _Question) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{question.line}"
+
+
+def _refuse(way: str, line: str) -> None:
+    if way == "is":
+        raise CaptureError(
+            f"The model's forward checks the identity of a size at {line}, and a size that varies "
+            "is a symbol, not a Python number."
+        )
     raise CaptureError(
-        f"The model's forward reads the class of a class at {line}. That is the builtin type, "
-        "which gives a traced tensor another class than in eager. Use isinstance() instead."
+        f"The model's forward reads the class of a class, or another type than type(), at {line}. "
+        "The builtin type gives a traced tensor another class than in eager. Use isinstance()."
     )
 
 
 def _remove_type(scope: dict[str, Any], own: Any) -> None:
     if scope.get("type") is own:
         del scope["type"]
-
-
-def _refuse(question: _Question, frame: FrameType, value: Any) -> None:
-    line = f"{os.path.basename(frame.f_code.co_filename)}:{question.line}"
-    if isinstance(value, type):
-        _refuse_type(line)
-    if not isinstance(value, SIZE_TYPES):
-        raise CaptureError(
-            f"The model's forward uses type() of a tensor at {line}, and a traced tensor has "
-            "another class than in eager. Use isinstance() instead."
-        )
-    raise CaptureError(
-        f"The model's forward checks the class or identity of a size at {line}, and a size that "
-        "varies is a symbol, not a Python number."
-    )
 
 
 def _asked(
@@ -386,22 +372,21 @@ def _read(code: CodeType) -> Sequence[_Question]:
             right = _operands(steps, index, 1)
             sides = right, asked[: -len(right)]
             if any(len(side) == 1 and _is_builtin(side[0]) for side in sides):
-                found.append(_Question(line, (), False, (), "is type"))
+                found.append(_Question(line, "is type"))
         elif step.opname.startswith(_ATTRIBUTES) and step.argval == "__class__":
             # ``__class__`` of a class is the builtin ``type``.
             asked, kinds, way = _operands(steps, index, 1), (type,), "__class__"
             kinds = (object,) if any(map(_is_builtin, asked)) else kinds
         elif step.opname == "LOAD_CONST" and step.argval == "__class__":  # getattr(x, "__class__")
             asked, kinds, way = _operands(steps, index, 1), (type,), "__class__"
-        elif _is_builtin(step):
-            asked, kinds, way = _argument(steps, index), (torch.Tensor, type, *SIZE_TYPES), "type"
         else:
+            if _is_builtin(step):
+                found.append(_Question(line, "type"))
             continue
-        if not _raises(steps, index):
-            paths, is_computed = _paths(asked)
-            is_open = is_computed or _is_set_again({path[0] for path in paths}, code, steps)
-            is_open = is_open and kinds != (type,)  # few values are classes: check only the paths
-            found.append(_Question(line, paths, is_open, kinds, way))
+        paths, is_computed = _paths(asked)
+        is_open = is_computed or _is_set_again({path[0] for path in paths}, code, steps)
+        is_open = is_open and kinds != (type,)  # few values are classes: check only the paths
+        found.append(_Question(line, way, paths, is_open, kinds))
     return found
 
 
@@ -426,17 +411,6 @@ def _operands(steps: list[dis.Instruction], index: int, num_values: int) -> list
         first -= 1
         needed -= _pushed(steps[first])
     return steps[first:index]
-
-
-def _argument(steps: list[dis.Instruction], index: int) -> list[dis.Instruction]:
-    """Returns the instructions that compute the argument of the function loaded at ``index``."""
-    held, last = _pushed(steps[index]), index
-    while last + 1 < len(steps):
-        last += 1
-        held += _pushed(steps[last])
-        if steps[last].opname.startswith("CALL") and held <= 1:
-            break
-    return steps[index + 1 : last]
 
 
 def _pushed(step: dis.Instruction) -> int:
@@ -470,13 +444,6 @@ def _is_set_again(names: Collection[str], code: CodeType, steps: Sequence[dis.In
     is_looped = bool(stored) and any(step.opname.startswith("FOR_ITER") for step in steps)
     given = set(code.co_varnames[: code.co_argcount])
     return is_looped or len(set(stored)) < len(stored) or not given.isdisjoint(stored)
-
-
-def _raises(steps: list[dis.Instruction], index: int) -> bool:
-    """Whether the result of an instruction is only used to raise an error."""
-    rest = itertools.takewhile(lambda step: not step.opname.startswith(_ENDS), steps[index:])
-    after = index + len(list(rest))
-    return after < len(steps) and steps[after].opname == "RAISE_VARARGS"
 
 
 def _argvals(step: dis.Instruction) -> tuple[Any, ...]:
