@@ -30,7 +30,6 @@ from ...reuse.ir.printer import counted
 from ...reuse.ir.program import Program, UserInput
 from .. import refusals
 from ..autograd.bridge import Bridge, picker
-from ..autograd.torch_engine import current_backward
 from ..capture.assemble import OutputTree
 from ..capture.surroundings import one_at_a_time, other_threads_waiting
 from ..compiled import CompiledProgram
@@ -274,7 +273,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         self.model, self.options, self.dynamic = model, options, dynamic
         self._eager: CompileReport | None = None
         self._refusals = Refusals()
-        self._eager_in_checkpoints: dict[CallKind, RunEagerly] = {}
         # Exceptions that the model raises in a capture but not in eager; all its parts share them.
         self._accepted = set() if accepted is None else accepted
 
@@ -351,10 +349,14 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         if mode:
             reason = f"{mode} is active, which a compiled program bypasses"
             return self._run_alone(reason, args, kwargs)
+        # Its backward runs the call again, which must save the tensors that the first run saved.
+        if is_in_checkpoint():
+            reason = "torch.utils.checkpoint is around it: compile the model that calls it there"
+            return self._run_alone(reason, args, kwargs)
         leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
         entry = self.entries.fitting(leaves, tree)
         if entry is None:
-            found = self._find_or_rerun(leaves, tree)
+            found = self._find_or_compile(leaves, tree)
             if isinstance(found, RunEagerly):
                 return self._run_decided(found, args, kwargs)
             entry = found
@@ -374,24 +376,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
                     self._accepted.clear()  # a bound on memory: entries are found again
                 self._accepted.add(found.raised)
         return result
-
-    def _find_or_rerun(
-        self, leaves: list[Any], tree: torch_pytree.TreeSpec
-    ) -> ModuleEntry | RunEagerly:
-        """Finds a program or compiles; in a checkpoint's rerun, what ran eagerly stays eager.
-
-        A rerun must save the tensors that the forward saved.
-        """
-        if not is_in_checkpoint():
-            return self._find_or_compile(leaves, tree)
-        call = CallKind.of(leaves, tree, training=self.model.training)
-        known = self._eager_in_checkpoints.get(call) if current_backward() >= 0 else None
-        found = known or self._find_or_compile(leaves, tree)
-        rest = {kind: why for kind, why in self._eager_in_checkpoints.items() if kind != call}
-        if isinstance(found, RunEagerly):
-            rest = dict([*rest.items()][1 - MAX_KINDS :]) | {call: found}
-        self._eager_in_checkpoints = rest
-        return found
 
     def _find_or_compile(
         self, leaves: list[Any], tree: torch_pytree.TreeSpec

@@ -78,7 +78,7 @@ class PartDispatcher(ModuleDispatcher):
         alike: Alike,
         compiler: Compiler,
         accepted: set[str],
-        routes: Routes,
+        thread: threading.local,
     ) -> None:
         # Equal layers share kernels only for fixed sizes, because symbols of two captures differ.
         learns = dynamic is None and alike.num_members > 1
@@ -86,10 +86,9 @@ class PartDispatcher(ModuleDispatcher):
         super().__init__(module, options, dynamic, compiler=compiler, accepted=accepted)
         self._refusals = alike.refusals
         self._alike = alike
-        self._routes, self._thread = routes, routes.thread
+        self._thread = thread
 
     def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        self._routes.keep_for_rerun()
         why = getattr(self._thread, "why_alone", "")
         return partial(self._run_alone, why) if why else self._run
 
@@ -192,7 +191,7 @@ class Parts:
             alike = self._alike.setdefault(key, Alike(counts[key]))
             calls = known.get(id(module))
             if calls is None:
-                shared = (alike, self._compiler, self._accepted, self.routes)
+                shared = (alike, self._compiler, self._accepted, self.routes.thread)
                 calls = PartDispatcher(module, self._options, self._dynamic, *shared)
             self._calls[id(module)] = calls
 
@@ -265,16 +264,6 @@ class Routes:
                         put_back()
                 taken.clear()
 
-    def keep_for_rerun(self) -> None:
-        """Opens the routes where a checkpoint around the call, if there is one, runs again."""
-        why = getattr(self.thread, "why_alone", "")
-        torch_slot.enter_in_reruns(self, partial(self._rerun, why))
-
-    @contextmanager
-    def _rerun(self, why_alone: str) -> Iterator[None]:
-        with self.opened(), alone(self.thread, why_alone):
-            yield
-
 
 # ---- a whole model -------------------------------------------------------------------------------
 
@@ -290,15 +279,8 @@ class ModelDispatcher(ModuleDispatcher):
     captured runs eagerly around its parts.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        dynamic: bool | None = None,
-        routes: Routes | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, options: Options, dynamic: bool | None = None) -> None:
         super().__init__(model, options, dynamic)
-        self._routes = routes
         self._class: type | None = None
         self._has_hooks_around = False
         self._wrapped: tuple[ModelDispatcher, ...] = ()
@@ -335,8 +317,7 @@ class ModelDispatcher(ModuleDispatcher):
         if list(map(id, inside)) == [id(self.model)]:
             inside = []
         if list(map(id, inside)) != [id(known.model) for known in self._wrapped]:
-            made_of = self.options, self.dynamic, self._to_wrapped
-            self._wrapped = tuple(ModelDispatcher(m, *made_of) for m in inside)
+            self._wrapped = tuple(ModelDispatcher(m, self.options, self.dynamic) for m in inside)
         return self._wrapped
 
     def called_past(self) -> tuple[ModelDispatcher, ...]:
@@ -378,8 +359,6 @@ class ModelDispatcher(ModuleDispatcher):
             self._report_eager(reason)
 
     def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        if self._routes is not None:
-            self._routes.keep_for_rerun()
         if type(self.model) is not self._class:  # fully_shard changes it
             self.look_for_wrappers()
         if self._wrapped:

@@ -1,18 +1,15 @@
 """Adapter: the slot of a module, an attribute in which ``__call__`` looks for a compiled call.
 
-``nn.Module.compile`` fills it too. PyTorch leaves it out of copies and pickles. A checkpoint calls
-modules a second time, in the backward, when slots may be empty again.
+``nn.Module.compile`` fills it too. PyTorch leaves it out of copies and pickles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import _CheckpointFrame
 
 from ...reuse.errors import PlanError
 from ...reuse.evidence.module_state import HOOK_TABLES, module_state
@@ -77,27 +74,6 @@ def slots_empty(model: nn.Module) -> Iterator[None]:
     finally:
         for state, call in held:
             state[CALL_SLOT] = call
-
-
-def enter_in_reruns(owner: object, around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Makes the checkpoint that runs, if one does, enter a context where it runs again.
-
-    It must save the same tensors again, so calls that ran compiled must do so then. Only the first
-    ``around`` of an owner counts.
-    """
-    pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(False) or (None, None)
-    held = [cell.cell_contents for cell in getattr(pack, "__closure__", None) or ()]
-    for frame in (one for one in held if isinstance(one, _CheckpointFrame)):
-        rerun, owners = frame.recompute_fn, getattr(frame.recompute_fn, "owners", ())
-        if owner in owners:
-            continue
-
-        def inside(*args: Any, rerun: Callable[..., None] = rerun) -> None:
-            with around():
-                rerun(*args)
-
-        inside.owners = (*owners, owner)  # type: ignore[attr-defined]
-        frame.recompute_fn = inside
 
 
 @contextmanager
