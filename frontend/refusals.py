@@ -172,6 +172,7 @@ def refuse_wrapper(module: nn.Module, path: str) -> None:
 # ---- tensors, containers, writes, operands -------------------------------------------------------
 
 
+_LAZY = "lazily conjugated, negated or zero"
 _MAX_SEARCHED = 10_000  # objects
 DIFFERENTIATES = "differentiates inside"
 """Part of the message for a forward that runs a backward itself."""
@@ -182,19 +183,9 @@ GIVES_NONE = "returns None as the gradient of a tensor that requires one"
 """Part of the message for a forward that must run eagerly with its parts: autograd calls the
 functions before such a one with zeros, but does not call ATen's operators."""
 
-CANNOT = "cannot be captured"
-"""Part of the message for a forward that runs eagerly, before the line and the cause."""
-
 
 class RaisedError(CaptureError):
     """The model's Python raised an exception in a capture."""
-
-    after_sharing = False  # whether blocks had been shared before, which may be the cause
-
-    @property
-    def raised(self) -> str:
-        """The exception and the line, as text."""
-        return str(self).partition(CANNOT)[2]
 
 
 class WrongCallError(RaisedError):
@@ -305,9 +296,8 @@ def check_memory(program: Program) -> None:
             )
         if is_lazy(tensor):
             raise CaptureError(
-                f"{name} is a lazily {_lazy_kind(tensor)}, whose memory does not hold its values, "
-                f"and kernels read memory. Write the values: {name}.data = "
-                f"{name}.data.{_RESOLVE[_lazy_kind(tensor)]}()."
+                f"{name} is {_LAZY}: its memory does not hold its values, and kernels read memory. "
+                f"Write the values: {name}.data = {name}.data.clone()."
             )
 
 
@@ -320,15 +310,6 @@ def check_leaves(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
                 "gives gradients to leaves alone: what it is computed from would get none. Compute "
                 "it in the forward, as torch.nn.utils.parametrize does, or use lazyinline.compile."
             )
-
-
-_RESOLVE = {"negated view": "resolve_neg", "conjugated view": "resolve_conj", "zero": "clone"}
-
-
-def _lazy_kind(tensor: torch.Tensor) -> str:
-    if tensor.is_neg():
-        return "negated view"
-    return "conjugated view" if tensor.is_conj() else "zero"
 
 
 def check_writes(program: Program) -> None:
@@ -401,8 +382,7 @@ def watching_input(model: nn.Module, leaves: Sequence[Any]) -> str:
         if why:
             return f"an input is {why}, which has no memory that a kernel could read"
         if isinstance(leaf, torch.Tensor) and is_lazy(leaf):
-            kind = _lazy_kind(leaf)
-            return f"an input is a lazily {kind}: hand in what {_RESOLVE[kind]}() returns"
+            return f"an input is {_LAZY}: hand in what clone() returns"
     formless = torch_pytree.formless(leaves)
     if formless:
         return f"an input is a {formless}, whose state is more than tensors and numbers"

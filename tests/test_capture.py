@@ -55,6 +55,8 @@ RESULTS: dict[str, Row] = {
     "detached": (lambda self, x, h: (h, h.detach()), lambda out: out[0] * out[1]),
     "its parameter": (lambda self, x, h: (h, self.linear.bias), sum),
     "only its input": (lambda self, x, h: x, lambda out: out * 2),
+}
+VIEWS: dict[str, Row] = {
     "a view of its input": (lambda self, x, h: (x.t(), h), lambda out: out[0].t() + out[1]),
     "its input reshaped": (lambda self, x, h: x.reshape(4, 3), lambda out: out.reshape(3, 4)),
 }
@@ -75,6 +77,13 @@ def of_two_blocks(make: Callable[[Any, Any, Any], Any], take: Callable[[Any], An
 @pytest.mark.parametrize("name", RESULTS)
 def test_block_may_return(name: str) -> None:
     assert of_two_blocks(*RESULTS[name]).shared == 1
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_block_that_returns_a_view_of_what_it_is_given_is_not_shared(name: str) -> None:
+    outcome = of_two_blocks(*VIEWS[name])
+    assert outcome.shared == 0
+    assert "returns a view of what it is given" in outcome.reasons[0]
 
 
 def test_block_that_returns_an_object_is_not_shared() -> None:

@@ -192,7 +192,7 @@ def test_tensors_whose_memory_holds_other_numbers_run_what_they_are_in() -> None
     weight = model[1].up.weight
     weight.data = torch._neg_view(weight.data.clone())
     compiled = assert_equals_eager(model, batches=batches()).compiled
-    assert "lazily negated view" in by_path(compiled)["1"].ran_eagerly
+    assert "lazily conjugated, negated or zero" in by_path(compiled)["1"].ran_eagerly
     assert is_compiled(compiled, "0")
 
 

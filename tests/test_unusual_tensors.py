@@ -112,7 +112,7 @@ def test_results_of_lazy_zeros_are_laid_out_as_in_eager() -> None:
     model = of(lambda self, x: x + x.t().contiguous().t().mul_(2))
     compiled, zeros = lazyinline.compile(model, backend="eager"), torch._efficientzerotensor((3, 4))
     assert compiled(zeros).stride() == model(zeros).stride() == (1, 3)
-    assert "lazily zero" in compiled.last_report.ran_eagerly
+    assert "lazily conjugated, negated or zero" in compiled.last_report.ran_eagerly
 
 
 @pytest.mark.parametrize("kind", LAZY)
@@ -196,7 +196,7 @@ def test_batches_of_steps_lie_in_memory_and_those_of_pipelines_in_any(kind: str)
     lazy = LAZY[kind](plain)
     step = lazyinline.compile_step(net(), backend="eager", loss_fn=torch.sum)
     step(plain)
-    with pytest.raises(PlanError, match=r"lazily .*: hand in what (resolve_neg|clone)\(\) returns"):
+    with pytest.raises(PlanError, match=r"lazily .*: hand in what clone\(\) returns"):
         step(lazy)
     parts = [part for (part,) in Batch(((plain,), {}), 2).split((lazy,), {})]
     assert torch.equal(torch.cat(parts), lazy) and not any(p.is_neg() for p in parts)

@@ -105,6 +105,9 @@ class TemplateMaker:
         grown = tuple(i for i, x in pairs if x is not None and x.requires_grad)
         if any(type(leaf.constant) not in _PLAIN for leaf in output_leaves):
             reason = reason or "it returns an object that is neither a tensor nor plain data"
+        given = {memory_id(n.meta["val"]) for n in region.inputs}
+        if not given.isdisjoint(memory_id(n.meta["val"]) for n in region.outputs):
+            reason = reason or "it returns a view of what it is given, or of a tensor of its own"
         changes = (written, grown)
         template = regions.Template(
             region, evidence, tuple(bindings), tuple(output_leaves), spec, *changes, slots
@@ -140,19 +143,8 @@ class TemplateMaker:
             return regions.OutputLeaf("constant", constant=value)
         if node in region.inputs:
             return regions.OutputLeaf("input", region.inputs.index(node))
-        storages = [memory_id(n.meta["val"]) for n in region.inputs]
-        storage = memory_id(node.meta["val"])
-        base = storages.index(storage) if storage in storages else -1
-        start = region.inputs[base].meta["val"].storage_offset() if base >= 0 else 0
-        return regions.OutputLeaf(
-            "new",
-            region.outputs.index(node),
-            type=TensorType.of(value),
-            requires_grad=value.requires_grad,
-            alias_of=base,
-            offset=value.storage_offset() - start,
-            layout=(value.shape, value.stride()),
-        )
+        type_, place = TensorType.of(value), region.outputs.index(node)
+        return regions.OutputLeaf("new", place, type=type_, requires_grad=value.requires_grad)
 
     def call(
         self, template: regions.Template, module: nn.Module, leaves: Sequence[Any], path: str
@@ -179,9 +171,11 @@ class TemplateMaker:
                 results.append(self._operand_tensor(template.bindings[leaf.index], module, leaves))
             else:
                 if leaf.index not in made:
-                    item = self._tracer.item(node, leaf.index)
-                    made[leaf.index] = self._new_result(
-                        template, leaf, item, module, leaves, history
+                    item, flows = self._tracer.item(node, leaf.index), leaf.requires_grad
+                    assert leaf.type is not None
+                    # Not an autograd leaf: it may be changed in-place.
+                    made[leaf.index] = self._tracer.track_new(
+                        leaf.type, history if flows else (), item
                     )
                 results.append(made[leaf.index])
         num_written = 0 if template.slots is None else len(template.slots.written)
@@ -213,29 +207,6 @@ class TemplateMaker:
             return self._tensors.outside_node(follow_tensor_path(module, where))
         assert isinstance(where, torch.fx.Node)
         return where
-
-    def _new_result(
-        self,
-        template: regions.Template,
-        leaf: regions.OutputLeaf,
-        node: torch.fx.Node,
-        module: nn.Module,
-        leaves: Sequence[Any],
-        history: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        """Makes a fake result of a shared call. Not an autograd leaf: it may change in-place."""
-        assert leaf.type is not None
-        history = history if leaf.requires_grad else ()
-        # A view must be made by an operator to share its base's storage. Any other tensor is made
-        # without one, in a tenth of the time.
-        if leaf.alias_of < 0:
-            return self._tracer.track_new(leaf.type, history, node)  # type: ignore[no-any-return]
-        with self._tracer.untraced(), torch.set_grad_enabled(leaf.requires_grad):
-            base = self._operand_tensor(template.bindings[leaf.alias_of], module, leaves)
-            shape, stride = leaf.layout
-            result = base.as_strided(shape, stride, base.storage_offset() + leaf.offset)
-        self._tracer.track(result, node)
-        return result
 
 
 def _input_name(kind: str, where: Any, names: Sequence[str], node: torch.fx.Node) -> str:

@@ -95,11 +95,7 @@ def capture_model(
         refusals.refuse_scripted(places)
         if train:
             refusals.refuse_backward_hooks(subject.model)
-        take = partial(_capture, subject, train, for_gpu)
-        if reuse == "auto":
-            captured = _capture_repeated(subject.model, take)
-        else:
-            captured = _capture_chosen(subject.model, take, reuse)
+        captured = _capture_blocks(subject.model, partial(_capture, subject, train, for_gpu), reuse)
         if train:
             refusals.check_gradients_stay_in_call(captured.program)
         refusals.check_memory(captured.program)
@@ -107,36 +103,22 @@ def capture_model(
         return captured
 
 
-def _capture_repeated(model: nn.Module, take: _Take) -> CapturedModel:
-    """Captures with marked and repeated blocks; if that fails, with marked ones only."""
+def _capture_blocks(model: nn.Module, take: _Take, reuse: Reuse) -> CapturedModel:
+    """Captures with blocks, or without any if a closure cannot express one."""
     made: list[RepeatedBlocks] = []
     again: frozenset[int] = frozenset()
 
-    def blocks() -> Blocks:
+    def repeated() -> Blocks:
         made.append(RepeatedBlocks(model, again))
         return made[-1]
 
     try:
-        captured = take(blocks)
+        if reuse != "auto":
+            return take(Blocks if reuse == "marked" else NoBlocks)
+        captured = take(repeated)
         # Only a run shows that the forward calls one module of the tree repeatedly.
         again = made[-1].run_again()
-        return take(blocks) if again else captured
-    except EffectError:
-        raise
-    except CaptureError as error:
-        if isinstance(error, refusals.RaisedError) and not error.after_sharing:
-            raise
-        # The cause may be an unmarked block whose Python did not run because it was shared.
-        try:
-            return _capture_chosen(model, take, "marked")
-        except CaptureError:
-            raise error from error.__cause__
-
-
-def _capture_chosen(model: nn.Module, take: _Take, reuse: Reuse) -> CapturedModel:
-    """Captures with marked blocks only, or without any if a closure cannot express one."""
-    try:
-        return take(Blocks if reuse == "marked" else NoBlocks)
+        return take(repeated) if again else captured
     except CrossingError as crossing:
         if reuse == "off":
             raise
@@ -203,8 +185,6 @@ def _explained_errors(recording: Recording) -> Iterator[None]:
         raise _also_differentiates(error, recording) from error.__cause__
     except Exception as error:
         made = _capture_error(recording.model, error, has_symbols=recording.sizes is not None)
-        if isinstance(made, refusals.RaisedError):
-            made.after_sharing = any(one.shared for one in recording.decisions)
         raise _also_differentiates(made, recording) from error
 
 
@@ -228,13 +208,13 @@ def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> 
         )
     if isinstance(error, RecursionError):
         return refusals.WrongCallError(
-            f"{name} {refusals.CANNOT}: its calls are nested so deep that a capture, which adds "
+            f"{name} cannot be captured: its calls are nested so deep that a capture, which adds "
             f"frames to each, reaches Python's recursion limit ({sys.getrecursionlimit()})."
         )
     # The capture may be at fault: symbolic sizes, or an operator without a rule for fake tensors.
     is_ours = has_symbols or isinstance(error, NotImplementedError)
     kind = refusals.RaisedError if is_ours else refusals.WrongCallError
-    return kind(f"{name} {refusals.CANNOT}{where}: {type(error).__name__}: {text}")
+    return kind(f"{name} cannot be captured{where}: {type(error).__name__}: {text}")
 
 
 def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureError:

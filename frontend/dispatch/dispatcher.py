@@ -44,7 +44,7 @@ from ..sizes.shapes import CompileResult, ShapeCache
 from ..tracing.frames import own_model
 from ..tracing.torch_state import is_in_checkpoint, mode_around
 from ..tracing.torch_tracing import is_traced
-from .limits import MAX_KINDS, CallKind, Refusals, Tries
+from .limits import CallKind, Refusals, Tries
 from .torch_slot import call_past_slot, in_slot
 
 
@@ -249,9 +249,8 @@ class RunEagerly:
     reason: str
     refused: CallKind | None = None  # the kind of the call, if a capture has just failed for it
     tries: Tries = "once more"
-    # The exception, as text, that the model raised in the capture and may raise in eager. Then no
-    # part of the model is compiled before eager has run.
-    raised: str = ""
+    # Whether the model raised in the capture, as it may in eager: then no part of it is compiled.
+    raised: bool = False
 
 
 class ModuleDispatcher(Dispatcher[ModuleEntry]):
@@ -267,14 +266,11 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         dynamic: bool | None = None,
         names: tuple[tuple[str, ...], ...] = (),
         compiler: Compiler | None = None,
-        accepted: set[str] | None = None,
     ) -> None:
         super().__init__(model, options, dynamic, names, compiler)
         self.model, self.options, self.dynamic = model, options, dynamic
         self._eager: CompileReport | None = None
         self._refusals = Refusals()
-        # Exceptions that the model raises in a capture but not in eager; all its parts share them.
-        self._accepted = set() if accepted is None else accepted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
@@ -371,10 +367,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         refuse_traced(result)
         if found.refused is not None:  # only now: a call that raises in eager too is not noted
             self._refusals.note(found.refused, found.reason, found.tries)
-            if found.raised:
-                if len(self._accepted) >= MAX_KINDS:
-                    self._accepted.clear()  # a bound on memory: entries are found again
-                self._accepted.add(found.raised)
         return result
 
     def _find_or_compile(
@@ -401,10 +393,9 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         except LazyInlineError as error:
             if not self._may_run_eagerly(error):
                 raise
-            raised = error.raised if isinstance(error, refusals.WrongCallError) else ""
-            raised = "" if raised in self._accepted else raised
             tries: Tries = "never" if isinstance(error, TooSmallError) else "once more"
-            return RunEagerly(str(error), call, tries, raised)
+            raised = isinstance(error, refusals.WrongCallError)
+            return RunEagerly(str(error), call, tries, raised=raised)
         self._refusals.forget(call)  # it was refused for a side effect that did not come again
         self._refusals.note_compiled(call, leaves, entry.guard, id(self))
         return entry
@@ -428,7 +419,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         return f"{hooked} has a backward hook, which no compiled program calls" if hooked else ""
 
     def _run_eagerly(
-        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: str = ""
+        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: bool = False
     ) -> Any:
         """Runs the model eagerly, around the parts of it that can be compiled.
 

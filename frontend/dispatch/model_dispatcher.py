@@ -77,13 +77,12 @@ class PartDispatcher(ModuleDispatcher):
         dynamic: bool | None,
         alike: Alike,
         compiler: Compiler,
-        accepted: set[str],
         thread: threading.local,
     ) -> None:
         # Equal layers share kernels only for fixed sizes, because symbols of two captures differ.
         learns = dynamic is None and alike.num_members > 1
         dynamic = False if learns else dynamic
-        super().__init__(module, options, dynamic, compiler=compiler, accepted=accepted)
+        super().__init__(module, options, dynamic, compiler=compiler)
         self._refusals = alike.refusals
         self._alike = alike
         self._thread = thread
@@ -112,7 +111,7 @@ class PartDispatcher(ModuleDispatcher):
         return entry
 
     def _run_eagerly(
-        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: str = ""
+        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: bool = False
     ) -> Any:
         why = "the module around it raised when it was captured" if raised else why_alone(reason)
         with alone(self._thread, why), unchanged(self.model, "" if raised else reason):
@@ -156,11 +155,9 @@ class Parts:
         options: Options,
         dynamic: bool | None,
         compiler: Compiler,
-        accepted: set[str],
     ) -> None:
         self._model = model
-        self._options, self._dynamic = options, dynamic
-        self._compiler, self._accepted = compiler, accepted
+        self._options, self._dynamic, self._compiler = options, dynamic, compiler
         self._calls: dict[int, PartDispatcher] = {}
         self._alike: dict[Likeness, Alike] = {}
         self._paths: dict[int, str] = {}
@@ -191,7 +188,7 @@ class Parts:
             alike = self._alike.setdefault(key, Alike(counts[key]))
             calls = known.get(id(module))
             if calls is None:
-                shared = (alike, self._compiler, self._accepted, self.routes.thread)
+                shared = (alike, self._compiler, self.routes.thread)
                 calls = PartDispatcher(module, self._options, self._dynamic, *shared)
             self._calls[id(module)] = calls
 
@@ -418,15 +415,14 @@ class ModelDispatcher(ModuleDispatcher):
             return torch_slot.call_past_slot(self.model, args, kwargs)
 
     def _run_eagerly(
-        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: str = ""
+        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: bool = False
     ) -> Any:
         if self._wrapped:
             return self._run_around_wrapped(args, kwargs)
         with ExitStack() as inside:
             if self.options.fallback == "eager" and not raised:
                 if self._parts is None:
-                    made_of = (self.options, self.dynamic, self._compiler, self._accepted)
-                    self._parts = Parts(self.model, *made_of)
+                    self._parts = Parts(self.model, self.options, self.dynamic, self._compiler)
                 inside.enter_context(self._parts.routes.opened())
                 inside.enter_context(alone(self._parts.routes.thread, why_alone(reason)))
             inside.enter_context(unchanged(self.model, "" if raised else reason))

@@ -176,7 +176,7 @@ class ShapeCache:
 
     def _learned(self, alike: Sequence[_Compile], inputs: Inputs) -> list[Names]:
         """Returns the choices of symbolic dimensions to try: first with the batch, then without."""
-        from .torch_input_sizes import learned_names, without_numbers  # brings in sympy
+        from .torch_input_sizes import learned_names  # brings in sympy
 
         if self._names and not alike:
             return [self._names]
@@ -187,10 +187,7 @@ class ShapeCache:
             every=self.dynamic is True,
             growing=torch_pytree.growing_leaves(inputs.tree),
         )
-        programs = [c.linker.sizes for c in alike if c.linker is not None]
-        varied, with_batch = (
-            without_numbers(names, programs) for names in (learned(), learned(batch="open"))
-        )
+        varied, with_batch = learned(), learned(batch="open")
         # The batch has not varied yet. If the model specializes it, it stays a number.
         return list(dict.fromkeys([with_batch, varied])) if any(map(any, varied)) else []
 

@@ -489,24 +489,6 @@ def _symbols(
     return names
 
 
-def without_numbers(names: Names, programs: Sequence[InputSizes]) -> Names:
-    """Removes names of dimensions that were specialized in several programs so far."""
-    fixed = [program.fixed for program in programs]
-
-    def name_of(index: int, dim: int, name: str) -> str:
-        # One program may specialize a size that is a special case, such as a window that is just
-        # full. If several programs do, others would too.
-        return "" if sum(numbers[index][dim] for numbers in fixed) >= _EDGES else name
-
-    return tuple(
-        tuple(name_of(index, dim, name) for dim, name in enumerate(dims))
-        for index, dims in enumerate(names)
-    )
-
-
-_EDGES = 3  # how many programs must specialize a dimension before it is no longer made symbolic
-
-
 class NotingEnv(ShapeEnv):
     """Notes the user's line where a symbol is specialized to a number (``int(n)``, a loop)."""
 

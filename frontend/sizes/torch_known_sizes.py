@@ -134,15 +134,6 @@ class KnownSizes:
         ]
         return ", ".join(found)
 
-    @property
-    def fixed(self) -> tuple[tuple[bool, ...], ...]:
-        """For each dimension of the inputs, whether its symbol was specialized to a number."""
-        rows = (zip(*row, strict=True) for row in zip(self._names, self._terms, strict=True))
-        return tuple(
-            tuple(bool(name) and self._replaced(size).is_number for name, (size, _) in row)
-            for row in rows
-        )
-
     def values(self, leaves: Sequence[Any]) -> Values | None:
         """Returns the number of each symbol for inputs that are known to differ in sizes only.
 
