@@ -150,11 +150,7 @@ class Parts:
     """The parts of one model that runs eagerly, with their dispatchers."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        dynamic: bool | None,
-        compiler: Compiler,
+        self, model: nn.Module, options: Options, dynamic: bool | None, compiler: Compiler
     ) -> None:
         self._model = model
         self._options, self._dynamic, self._compiler = options, dynamic, compiler

@@ -475,17 +475,12 @@ def _symbols(
     Those that are ``related`` may be expressed by another one if their distance was constant.
     """
     names: dict[tuple[int, ...], str] = {}
-    bases: dict[tuple[int, ...], tuple[str, int]] = {}  # by their growth since the first call
+    bases: dict[Any, tuple[str, int]] = {}  # by their growth since the first call, if related
     for sizes in sorted(varying):
-        distances = tuple(n - sizes[0] for n in sizes)
-        base = bases.get(distances) if sizes in related else None
-        if base is None:
-            names[sizes] = f"n{len(names)}"
-            if sizes in related:
-                bases[distances] = (names[sizes], sizes[0])
-        else:
-            name, start = base
-            names[sizes] = f"{name}+{sizes[0] - start}"
+        is_related = sizes in related
+        growth = tuple(n - sizes[0] for n in sizes) if is_related else sizes
+        name, start = bases.setdefault((is_related, growth), (f"n{len(names)}", sizes[0]))
+        names[sizes] = name if sizes[0] == start else f"{name}+{sizes[0] - start}"
     return names
 
 
