@@ -436,7 +436,9 @@ def test_autograd_is_kept_to_as_by_eager(does: Callable[[Side], Any], way: str) 
     errors = gradient_errors(gradients(ours.model), gradients(theirs.model))
     assert all(error <= 1e-5 for error in errors.values()), errors
     assert wanted is not None or any(p.grad is not None for p in theirs.model.parameters())
-    assert lazyinline.last_report(ours.run).ran_eagerly == ""
+    reason = lazyinline.last_report(ours.run).ran_eagerly
+    around = "torch.utils.checkpoint is around it" if does is a_call_inside_a_checkpoint else ""
+    assert reason.partition(":")[0] == around
 
 
 @pytest.mark.sweep(keep="eager")
