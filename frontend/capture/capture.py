@@ -72,6 +72,8 @@ class Subject:
     effects: OnEffects = "refuse"
     # Makes the symbolic sizes of each run; None if all sizes are numbers.
     sizes: Callable[[], Sizes] | None = None
+    # Why derivatives without a chosen mode must use reverse mode; empty if they need not.
+    only_reverse: str = ""
     # Whether the forward may read numbers from its inputs (``int(x.max())``). A guard then computes
     # them again at each call.
     may_ask: bool = False
@@ -145,7 +147,8 @@ def _capture(
     while True:
         sizes = None if subject.sizes is None else subject.sizes()
         recording = Recording(subject.model, blocks(), sizes, subject.effects)
-        recording.objects.is_open, recording.may_say = gives_objects, may_say
+        recording.objects.is_open, recording.only_reverse = gives_objects, subject.only_reverse
+        recording.may_say = may_say
         if for_gpu:
             recording.tracer.casts = GpuCasts(recording.tracer.fake_mode)
         try:

@@ -76,6 +76,7 @@ class Recording:
         self.differentiates = False  # whether the forward has taken a derivative
         # The chosen modes of derivatives whose mode the user left open.
         self.modes: dict[ModeChoice, None] = {}
+        self.only_reverse = ""  # why these must use reverse mode; empty if they need not
         # Whether capture ran a custom function's backward, which eager runs later.
         self.ran_backwards = False
         self.objects = GivenObjects(places, self._readers, self.bookkeeping)

@@ -372,9 +372,13 @@ class ModelWatcher:
         size = series.order
         return [made[i * size : (i + 1) * size] for i in range(len(outputs))]
 
-    def note_mode(self, what: str, mode: str, why: str) -> None:
-        """Notes the mode of a derivative whose mode the user left open."""
+    def open_mode(self, what: str, mode: str, why: str) -> str:
+        """Chooses and notes the mode of a derivative whose mode the user left open."""
+        reason = self._recording.only_reverse
+        if reason and mode != "reverse":
+            mode, why = "reverse", f"{mode} mode cannot be made ({reason})"
         self._recording.modes[ModeChoice(what, user_line(), mode, why)] = None
+        return mode
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the model's parameters and buffers."""

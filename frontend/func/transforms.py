@@ -59,8 +59,7 @@ def mode_taken(
     is_along = passes <= passes_back
     few, many = (passes, passes_back) if is_along else (passes_back, passes)
     taken = along if is_along else "reverse"
-    watcher.note_mode(what, taken, f"{few} passes against {many}")
-    return taken
+    return watcher.open_mode(what, taken, f"{few} passes against {many}")
 
 
 def taylor(result: Tensor, points: Tensor, directions: Tensor, series: Series) -> Tensor:
@@ -226,8 +225,8 @@ def hvp(func: Function, inputs: Any, v: Any, *, mode: ForwardMode = "auto") -> t
         inputs: its argument, or a tuple of several, trees of tensors.
         v: the vector, in the same structure.
         mode: ``"forward"`` computes the tangent of the gradient, ``"reverse"`` the gradient of the
-            gradient; ``"auto"`` is forward. If the function runs eagerly, it is always reverse
-            mode.
+            gradient; ``"auto"`` is forward, or reverse if forward mode is not supported.
+            If the function runs eagerly, it is always reverse mode.
 
     Raises:
         PlanError: if ``func`` returns no scalar, or ``v`` differs in structure from ``inputs``.

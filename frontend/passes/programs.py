@@ -119,12 +119,14 @@ def derive(state: State) -> State:
     try:
         program, fallbacks = state.context.derive.program(state.programs[PARTS[0]])
     except Exception as error:  # PyTorch may fail to trace it in any way: the model runs eagerly
-        # The other modes support less than reverse mode (no dropout, no custom backward).
-        is_open = any(choice.mode != "reverse" for choice in modes)
-        advice = ' With mode="reverse" it may be compiled.' if is_open else ""
+        if any(choice.mode != "reverse" for choice in modes):
+            # The user left the mode open, and reverse mode supports more (dropout, a custom
+            # backward). The calls of the forward then differ as well, so it is captured again.
+            subject = replace(state.subject, only_reverse=str(error))
+            again = capture.function(replace(state, subject=subject))
+            return derive.function(again)  # type: ignore[no-any-return]
         raise CaptureError(
             f"{state.report.model} {DIFFERENTIATES} in a way that cannot be followed: {error}"
-            f"{advice}"
         ) from error
     state.report.nested_forward = list(map(str, fallbacks))
     state.report.modes = list(modes)
