@@ -142,6 +142,18 @@ def test_a_distribution_asks_whether_all_is_valid_where_its_frame_tells_of_what(
     assert seen == [("loc", normal, real), ("scale", normal, positive), (None, normal, real)]
 
 
+@contract("torch.distributions.Distribution._validate_args", "._validate_args")
+def test_whether_distributions_check_is_read_where_it_is_set() -> None:
+    before = distributions.Distribution._validate_args
+    try:
+        for checks in (False, True):
+            distributions.Distribution.set_default_validate_args(checks)
+            assert distributions.Distribution._validate_args is checks
+            assert distributions.Normal(0.0, 1.0)._validate_args is checks
+    finally:
+        distributions.Distribution.set_default_validate_args(before)
+
+
 def test_a_module_keeps_its_state_in_known_tables() -> None:
     state = vars(nn.Module())
     tables = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}

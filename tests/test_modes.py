@@ -25,7 +25,7 @@ class Field(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         middle = [nn.Linear(5, 5), nn.Tanh(), nn.Dropout(dropout)] if dropout else []
-        layers = [nn.Linear(3, 5), nn.Tanh(), *middle, nn.Linear(5, 1)]
+        layers = [nn.Linear(3, 5), nn.Tanh(), *middle, nn.Linear(5, 5), nn.SiLU(), nn.Linear(5, 1)]
         self.net = nn.Sequential(*layers).double()
         self.by, self.mode = by, mode
 

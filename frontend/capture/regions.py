@@ -376,8 +376,8 @@ _PLAIN_TYPES = (bool, int, str, type(None))
 class CallSignature:
     """Compares the arguments of calls in full: layouts, shared memory, and all other values.
 
-    A call with an argument that shares memory with a tensor of the block is like no other: see
-    ``outside``, the model's tensors and their fakes.
+    With ``outside``, the model's tensors and their fakes, it notices an argument that is one of the
+    block's own tensors or shares memory with one.
     """
 
     __slots__ = ("_rows",)
@@ -387,11 +387,10 @@ class CallSignature:
         freezer: Freezer | None = None
         rows: list[Any] = []
         memories = [memory_id(x) if isinstance(x, Tensor) else None for x in leaves]
-        if given := {outside.memories[m] for m in memories if m in outside.memories}:
+        if not outside.memories.keys().isdisjoint(memories):
             places = walk_modules(module)
-            if any(_is_own(place, given) for place in places):
-                # A tensor that is also the block's own reaches it in two ways: no call is alike.
-                rows.append(object())
+            # An argument that is also the block's own tensor reaches the block in two ways.
+            rows = _own_tensors(places, leaves, memories, outside)
         seen: dict[int, int] = {}
         begins: dict[int | None, int] = {}  # where the first argument of a memory begins
         for leaf, memory in zip(leaves, memories, strict=True):
@@ -448,11 +447,29 @@ def _row_text(row: Any, other: Any) -> str:
     return " ".join(facts)
 
 
-def _is_own(place: tuple[str, nn.Module], given: Collection[int | None]) -> bool:
-    """Whether a tensor of a module has one of the given memories."""
-    state = module_state(place[1])
-    own = (*state["_parameters"].values(), *state["_buffers"].values())
-    return any(x is not None and not why_no_memory(x) and memory_id(x) in given for x in own)
+def _own_tensors(
+    places: Sequence[tuple[str, nn.Module]],
+    leaves: Sequence[Any],
+    memories: Sequence[int | None],
+    outside: OutsideTensors,
+) -> list[Any]:
+    """Returns the block's tensors that share memory with an argument, and how."""
+    held: dict[int, list[int]] = {}
+    for position, memory in enumerate(memories):
+        if memory in outside.memories:
+            held.setdefault(outside.memories[memory], []).append(position)
+    rows: list[Any] = []
+    for path, inner in places:
+        state = module_state(inner)
+        for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items()):
+            if tensor is None or why_no_memory(tensor):
+                continue
+            for position in held.get(memory_id(tensor), ()):
+                leaf = leaves[position]
+                is_same = outside.real_ids.get(id(leaf)) == id(tensor)
+                apart = tensor.storage_offset() - leaf.storage_offset()
+                rows.append((path, name, position, is_same, apart))
+    return rows
 
 
 def freeze_arguments(leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> Any:
