@@ -14,7 +14,8 @@ undone, and the eager run makes them. A function that sets a closure variable (`
 refused as it begins.
 
 Code may set an attribute in a module's ``__dict__``, without ``nn.Module.__setattr__``. So the
-dicts of all modules are copied before the run and compared after it.
+dicts of all modules are copied before the run and compared after it. An attribute that the forward
+sets in this way but does not read is ignored, because every run sets it again.
 """
 
 from __future__ import annotations
@@ -396,7 +397,7 @@ class ModuleChanges(_Changes):
         self._before[id(module)] = (module, [(table, dict(table)) for table in tables])
 
     def find(self, reads: Reads) -> list[Any]:
-        """Finds the changes of a finished run."""
+        """Finds the changes of a finished run that matter; see ``_counts``."""
         new = super().find(reads)
         self._before.clear()
         return new
@@ -406,12 +407,22 @@ class ModuleChanges(_Changes):
             for table, before in tables:
                 for name in () if same_entries(table, before) else {**before, **table}:
                     held, now = before.get(name, ABSENT), table.get(name, ABSENT)
-                    if same(now, held):
+                    if same(now, held) or not self._counts(module, table, name, now, reads):
                         continue
                     key, what = (id(module), name), f"attribute {name!r} of {type(module).__name__}"
                     if line := self._written.get(key):  # else it was set in the __dict__
                         what = f"{what} at {line}"
                     yield _Change(what, _putting(table, name), held, now, key in self._kept)
+
+    def _counts(self, module: nn.Module, table: Any, name: Any, now: Any, reads: Reads) -> bool:
+        """Whether a change matters: it was set by code, read before, or holds a fake tensor."""
+        # Not the slot for compiled calls, say, which another thread fills and empties meanwhile.
+        read = reads.attributes.get((id(module), name))
+        was_other = read is not None and read.value is not now
+        state = module_state(module)
+        is_hook = any(state.get(hooks) is table for hooks in HOOK_TABLES)
+        is_set = (id(module), name) in self._written or is_hook
+        return is_set or was_other or find_fake([now]) is not None
 
 
 # ---- effects that a program would not have -------------------------------------------------------
