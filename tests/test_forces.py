@@ -16,7 +16,7 @@ import lazyinline
 WIDTH = 8
 CUTOFF = 3.0
 ATOMS = (4, 3)
-EDGES = (13, 17, 11, 7)
+EDGES = (13, 17, 11)
 
 
 def graph(num_edges: int, atoms: Sequence[int] = ATOMS) -> tuple[Tensor, ...]:
@@ -91,10 +91,11 @@ FORCES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("door", ["compile", "step"])
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("way", FORCES)
-@pytest.mark.sweep(keep="[of the input-True-step")
+@pytest.mark.parametrize(
+    ("way", "dynamic", "door"),
+    [("of a copy", None, "compile"), ("of a copy", True, "step"), ("of the input", True, "step")],
+)
+@pytest.mark.sweep(keep="of the input")
 def test_forces_of_graphs_of_any_edges_are_compiled_once(
     way: str, dynamic: bool | None, door: Door
 ) -> None:
@@ -160,7 +161,7 @@ def test_numbers_that_are_others_at_each_call_are_compiled_for_a_few_times() -> 
     def counts(run: Any) -> tuple[int, str]:
         return run.last_report.num_compiles, run.last_report.ran_eagerly
 
-    given = [(torch.ones(12, 3).double(), torch.arange(12) % n) for n in range(2, 10)]
+    given = [(torch.ones(12, 3).double(), torch.arange(12) % n) for n in range(2, 7)]
     seen = assert_equals_eager(Pooled(COUNTS["the largest"]), batches=given, note=counts).seen
     assert [num for num, eager in seen if not eager] == [1, 2, 3, 4]
     assert "numbers that the forward reads" in seen[-1][1]
@@ -313,7 +314,7 @@ def test_a_step_leaves_nothing_of_it_and_says_so(act: Callable[..., Any]) -> Non
     step = lazyinline.compile_step(
         model, loss_fn=loss_of, optimizer=optimizers[0], backend="eager", dynamic=True
     )
-    for num in (4, 5, 6):
+    for num in (4, 5):
         inputs = {"x": graph(3, (num, 2))[1], "num": 3}
         loss = step(inputs, None)
         assert (list(inputs), told_of(model)) == (["x", "num"], {})
@@ -324,7 +325,7 @@ def test_a_step_leaves_nothing_of_it_and_says_so(act: Callable[..., Any]) -> Non
         assert_same(loss, expected.detach(), "loss", 1e-10)
         assert_same(list(model.parameters()), list(twin.parameters()), "parameters", 1e-10)
     report = step.last_report
-    assert (report.num_compiles, report.num_links) == (1, 2), report.why_static
+    assert (report.num_compiles, report.num_links) == (1, 1), report.why_static
     assert "what the forward leaves in" in str(report)
 
 
@@ -332,7 +333,7 @@ def test_a_size_that_the_forward_needs_as_a_number_is_named_with_its_line() -> N
     def why(run: Any) -> str:
         return run.last_report.why_static  # type: ignore[no-any-return]
 
-    data = [(torch.ones(num, 3).double(),) for num in range(4, 9)]
+    data = [(torch.ones(num, 3).double(),) for num in range(4, 7)]
     model = Made(lambda self, x: self.inner(x) * int(x.shape[0]), inner=nn.Linear(3, 3).double())
     first, *rest = assert_equals_eager(model, batches=data, note=why).seen
     assert not first
@@ -343,7 +344,7 @@ def test_sizes_of_what_is_not_contiguous_are_numbers_and_the_report_says_so() ->
     model = Made(lambda self, kinds, positions, edges: positions[edges[0]] * kinds[edges[1], None])
     run = lazyinline.compile(model, backend="eager", dynamic=True)
     told = []
-    for num in EDGES[:3]:
+    for num in EDGES:
         kinds, positions, edges, _ = graph(num)
         run(kinds, positions, edges.T.contiguous().T)
         told.append(run.last_report.why_static)

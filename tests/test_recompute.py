@@ -236,11 +236,7 @@ DOORS = {"compile": "compile", "compile_step": "step"}
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.sweep(
-    keep=[
-        *("eager-composed-compile_step-0.3", "eager-drawing-compile-full"),
-    ]
-)
+@pytest.mark.sweep(keep=["eager-composed-compile_step-0.3", "eager-drawing-compile-full"])
 def test_gradients_and_draws_are_eagers(backend: Any, kind: str, door: str, policy: str) -> None:
     options: dict[str, Any] = {"door": DOORS[door], "backend": backend}
     assert_steps_equal_eager(MODELS[kind](), recompute=POLICIES[policy], **options)
@@ -494,14 +490,12 @@ def test_spread_is_as_good_as_trying_everything(seed: int) -> None:
 def test_no_spread_is_a_byte_above_the_budget() -> None:
     """The solver's own tolerance, a millionth, is a kilobyte of these."""
     for seed in range(8):
-        numbers = random.Random(seed)
-        sizes = [10**9 + numbers.randint(-300, 300) for _ in range(3)]
-        draw = numbers.randint
+        draw = random.Random(seed).randint
         groups = [
-            Group(numbers.choice((1, 2, 5)), (draw(1, 9), size), (float(draw(1, 9)), 0.0))
-            for size in sizes
+            Group(draw(1, 5), (draw(1, 9), 10**9 + draw(-300, 300)), (float(draw(1, 9)), 0.0))
+            for _ in range(3)
         ]
-        budget = (sum(g.num_calls for g in groups) // 2 or 1) * 10**9
+        budget = sum(g.num_calls for g in groups) // 2 * 10**9
         found = spread(groups, budget)
         assert found is not None
         assert total(groups, found, "num_bytes") <= budget
