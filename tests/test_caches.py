@@ -230,12 +230,12 @@ CASES = {
     "beams": Case(gpt2, {"num_beams": 2}),
     "static cache": Case(gpt2, STATIC, made=(2, 0)),
     "in place": Case(llama, {}, in_place=True),
-    "a second prompt": Case(llama, {}, (5, 7), made=(3, 6)),
+    "a second prompt": Case(llama, {"num_tokens": 4}, (5, 7), made=(3, 4)),
     # What layers with a window of six count is a size: one program below, one for each edge, one
     # beyond.
     "a window that fills up": Case(gemma2, {"num_tokens": 10}, (4, 4), (4, 6)),
     "a window in a static cache": Case(gemma2, {"num_tokens": 10, **STATIC}, (4, 4), (4, 6)),
-    "an encoder and its decoder": Case(t5, {}, (6,), made=(3, 3)),
+    "an encoder and its decoder": Case(partial(t5, 1), {"num_tokens": 4}, (6,), made=(3, 1)),
 }
 
 

@@ -58,9 +58,10 @@ def atoms(seed: int = 0, num_edges: int = 30) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.fixture
-def model() -> Potential:
+def model(request: pytest.FixtureRequest) -> Potential:
+    """A potential of as many layers as a test asks for, or of one."""
     torch.manual_seed(0)
-    return Potential(2).double()
+    return Potential(getattr(request, "param", 1)).double()
 
 
 def forces_of(model: nn.Module, numbers: Tensor, pos: Tensor, edges: Tensor) -> list[Tensor]:
@@ -71,6 +72,7 @@ def forces_of(model: nn.Module, numbers: Tensor, pos: Tensor, edges: Tensor) -> 
     return [energy, -slope]
 
 
+@pytest.mark.parametrize("model", [2], indirect=True)
 def test_forces_train_as_eager_ones_over_adam_steps(model: Potential) -> None:
     eager = copy.deepcopy(model)
     potential = lazyinline.compile(func.energy_and_forces(model), backend="eager")

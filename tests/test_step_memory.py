@@ -9,7 +9,9 @@ import pytest
 import torch
 from decoders import DecoderBlock, llama
 from memory_events import OUTSIDE, memory_use
+from models import MarkedBlock, Stack
 from saved_bytes import cases, kept
+from torch import nn
 
 import lazyinline
 from lazyinline.backend.kernels import lower
@@ -20,18 +22,9 @@ from lazyinline.frontend.passes import context
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.ir.program import Leaf, walk_closures
 
-SIZES = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 8}
-"""The mean loss is the user's own tensor; it is made after the program has run."""
-
-
-def decoder_step(
-    num_layers: int, micro_batches: int, backend: str, batch_per_part: int = 2, **sizes: int
-) -> tuple[lazyinline.TrainingStep, tuple[torch.Tensor, ...]]:
-    model, args = llama(
-        num_layers=num_layers, batch=batch_per_part * micro_batches, **{**SIZES, **sizes}
-    )
-    lazyinline.lazy_inline(DecoderBlock)
-    return compile_step(model, micro_batches=micro_batches, backend=backend), args
+def blocks_step(model: nn.Module, micro_batches: int, backend: str) -> lazyinline.TrainingStep:
+    loss: Any = {"loss_fn": lambda y: y.square().mean(), "micro_batches": micro_batches}
+    return compile_step(model, backend=backend, **loss)
 
 
 SAVING = (
@@ -67,8 +60,10 @@ def test_reported_peak_is_what_the_profiler_measures(
     micro_batches: int, dtype: torch.dtype, backend: str
 ) -> None:
     """The fused attention allocates scratch in each launch; the report counts that too."""
-    step, args = decoder_step(2, micro_batches, backend, seq=80)
-    step._model.to(dtype)
+    lazyinline.lazy_inline(DecoderBlock)
+    sizes = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 80}
+    model, args = llama(num_layers=2, batch=2 * micro_batches, **sizes)
+    step = compile_step(model.to(dtype), micro_batches=micro_batches, backend=backend)
     step(*args)
     entry = next(iter(step.entries))
     entry._lease = None
@@ -147,10 +142,11 @@ def test_gradients_are_added_as_they_are_made() -> None:
     """What a second micro-batch adds is a block's gradients, not another set of all."""
     peaks = {}
     for micro_batches in (1, 2):
-        step, args = decoder_step(4, micro_batches, "eager", 1, hidden=64)
-        step(*args)
+        model = Stack(*(MarkedBlock(32) for _ in range(4)))
+        step = blocks_step(model, micro_batches, "eager")
+        step(torch.randn(micro_batches, 32))
         peaks[micro_batches] = step.stats.peak_bytes
-    num_bytes = sum(p.numel() * p.element_size() for p in step._model.parameters())
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     assert peaks[2] - peaks[1] < num_bytes / 2
 
 
@@ -227,8 +223,10 @@ def test_artifacts_are_built_once_per_closure_whatever_layers_and_micro_batches(
     for size in ((2, 1), (2, 3), (3, 3)):
         with monkeypatch.context() as patch:
             work = Work(patch)
-            step, args = decoder_step(*size, backend)
-            step(*args)
+            num_layers, micro_batches = size
+            model = Stack(*(MarkedBlock(8, norm=True) for _ in range(num_layers)))
+            step = blocks_step(model, micro_batches, backend)
+            step(torch.randn(2 * micro_batches, 8))
         program = next(iter(step.entries))._compiled.step.program
         variants = [c for c in walk_closures(program) if isinstance(c, Leaf)]
         assert len(work.lowered) == len(set(work.lowered)) == len(variants)
