@@ -99,7 +99,7 @@ def test_what_was_saved_of_a_large_model_is_printed_again(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
-    command = ["llama-13b", "--layers", "2", "--micro-batches", "2", "--backend", "eager"]
+    command = ["llama-13b", "--layers", "1", "--micro-batches", "1", "--backend", "eager"]
     large_models.main([*command, "--html", str(page), "--json", str(numbers)])
     assert "nothing executed" in capsys.readouterr().out
     saved.main([str(numbers), str(page)])

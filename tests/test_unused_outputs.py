@@ -111,46 +111,29 @@ def test_gradients_equal_eager_whatever_a_loss_uses(
         assert report.num_backwards == len({tuple(names) for names in uses})
 
 
-@pytest.mark.parametrize(
-    ("backend", "dynamic", "lengths"),
-    [("eager", False, [4]), ("inductor", False, [4]), ("eager", True, [4, 6])],
-)
-@pytest.mark.sweep(keep="eager-False")
-def test_kept_graphs_take_loss_after_loss(backend: str, dynamic: bool, lengths: list[int]) -> None:
-    model, expected, compiled = made(Net(), backend=backend, dynamic=dynamic)
-    for _ in range(2):
-        inputs = [torch.randn(length, 8) for length in lengths]
-        for run in (compiled, expected):
-            run.zero_grad()
-            outs = [run(x) for x in inputs]
-            for names in (["loss"], ["half", "logits"], ["loss", "own"]):
-                for out in outs:
-                    use(out, names).backward(retain_graph=True)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.sweep(keep="False")
+def test_kept_graphs_take_loss_after_loss(dynamic: bool) -> None:
+    model, expected, compiled = made(Net(), dynamic=dynamic)
+    inputs = [torch.randn(length, 8) for length in ((4, 6) if dynamic else (4,))]
+    for run in (compiled, expected):
+        outs = [run(x) for x in inputs]
+        for names in (["loss"], ["half", "logits"], ["loss", "own"]):
             for out in outs:
-                use(out, ["half"]).backward()
-        assert_same_gradients(model, expected)
-
-
-@lazy_inline
-class Left(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 4), nn.Sigmoid())
-
-
-def towers(self: Any, x: Tensor) -> tuple[Tensor, ...]:
-    """Results of their own parameters, and one of both."""
-    a, b = self.left(x), torch.tanh(self.right(x))
-    return a, b, (a * b).sum()
+                use(out, names).backward(retain_graph=True)
+        for out in outs:
+            use(out, ["half"]).backward()
+    assert_same_gradients(model, expected)
 
 
 def test_a_change_between_two_such_backwards_is_refused() -> None:
-    model, _, compiled = made(
-        Made(towers, left=nn.Sequential(Left(), Left()), right=nn.Linear(4, 4))
-    )
-    a, b, _ = compiled(torch.randn(3, 4))
+    def towers(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x).sigmoid(), self.right(x).tanh()
+
+    _, _, compiled = made(Made(towers, left=nn.Linear(4, 4), right=nn.Linear(4, 4)))
+    a, b = compiled(torch.randn(3, 4))
     a.sum().backward()
     with torch.no_grad():
-        model.left[1][0].weight.add_(1)
         b.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         b.sum().backward()
@@ -360,4 +343,5 @@ def test_a_part_of_an_input_that_is_saved_is_that_part(part: str, backend: str) 
 
     model = Made(unpacked, part=part, weight=nn.Parameter(torch.linspace(0.1, 1, 3)))
     assert_equals_eager(model, (x().requires_grad_(),), backend=backend, calls=1)
-    assert_equals_eager(model, (x(),), backend=backend, door="step", calls=1)
+    if backend == "eager":  # which of them is saved is decided before kernels are made
+        assert_equals_eager(model, (x(),), door="step", calls=1)
