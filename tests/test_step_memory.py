@@ -22,6 +22,7 @@ from lazyinline.frontend.passes import context
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.ir.program import Leaf, walk_closures
 
+
 def blocks_step(model: nn.Module, micro_batches: int, backend: str) -> lazyinline.TrainingStep:
     loss: Any = {"loss_fn": lambda y: y.square().mean(), "micro_batches": micro_batches}
     return compile_step(model, backend=backend, **loss)

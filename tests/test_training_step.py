@@ -56,7 +56,7 @@ def test_loss_and_gradients_equal_eager_over_three_optimizer_steps(
 
 
 def test_running_the_backward_early_needs_fewer_bytes_and_gives_the_same_gradients() -> None:
-    model, args = decoder(micro_batches=3)
+    model, args = decoder(1, micro_batches=3)
     gradients, peaks = [], []
     for order in ("forward_first", "one_by_one"):
         step: Any = compile_step(model, micro_batches=3, order=order, backend="eager")
@@ -128,7 +128,7 @@ def test_bad_options_say_what_is_wrong(options: dict[str, object], text: str) ->
 
 @pytest.mark.sweep
 def test_step_in_two_threads_at_once_is_refused_or_right() -> None:
-    model, args = decoder()
+    model, args = decoder(1)
     step = compile_step(model, backend="eager")
     expected = step(*args).item()
 
@@ -175,7 +175,7 @@ def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unplanned_step_trains_as_eager_does(
     unplanned: None, backend: str, order: Any, micro_batches: int
 ) -> None:
-    model, args = decoder(micro_batches=2)
+    model, args = decoder(1, micro_batches=2)
     reference = copy.deepcopy(model)
 
     def moved(step: Any) -> None:  # parameters are read where they are now
