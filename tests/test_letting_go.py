@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lazyinline
 from lazyinline.backend.link import placement
-
 from lazyinline.recompute.planner import Budget
 
 
