@@ -209,7 +209,7 @@ def test_an_index_that_is_compared_notes_the_answer_alone() -> None:
 def test_layers_with_states_of_their_own_are_captured_whole_and_share() -> None:
     """A state that is filled in place, in a dictionary of the layer's part of the cache."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    sizes |= {"vocab_size": 32, "num_hidden_layers": 4, "num_key_value_heads": 1}
+    sizes |= {"vocab_size": 32, "num_hidden_layers": 3, "num_key_value_heads": 1}
     sizes |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
     sizes |= {"mamba_d_state": 4, "mamba_dt_rank": 4, "pad_token_id": 0}
     torch.manual_seed(0)
