@@ -501,7 +501,13 @@ HOOKS = {
 
 @pytest.mark.parametrize("register", HOOKS)
 @pytest.mark.parametrize("place", ["layers.1", "layers.1.linear", ""])
-@pytest.mark.sweep(keep=["1-register_full_backward_hook", "linear-register_backward_hook", "[-reg"])
+@pytest.mark.sweep(
+    keep=[
+        "1-register_full_backward_hook",
+        "linear-register_backward_hook",
+        "[-register_full_backward_pre",
+    ]
+)
 def test_a_backward_hook_runs_at_each_backward_and_is_the_reason(register: str, place: str) -> None:
     owner = f"model.get_submodule({place!r})"
     scene = ["", "", f"h = {owner}.{register}({HOOKS[register]})", "", "h.remove()"]

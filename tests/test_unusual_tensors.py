@@ -423,7 +423,7 @@ def test_a_pipelines_batch_without_memory_is_refused(kind: str) -> None:
 
 def encoder(**options: Any) -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    layers = nn.TransformerEncoder(layer, 2, **options)
+    layers = nn.TransformerEncoder(layer, 1, **options)
     return of(lambda self, x, hidden: self.layers(x, None, hidden).sum(1), layers=layers).eval()
 
 
