@@ -220,16 +220,9 @@ def filling(act: Callable[..., Any]) -> nn.Module:
     return Made(act, first=nn.Linear(3, 3), second=nn.Linear(3, 3)).double()
 
 
-def fills(model: Any, inputs: dict[str, Any], more: Any) -> dict[str, Tensor]:
-    inputs["hidden"] = model.first(inputs["x"])
-    inputs["x"] = inputs["hidden"].tanh()
-    inputs["energy"] = model.second(inputs["x"]).sum()
-    del inputs["num"]
-    return {name: inputs[name] for name in ("energy", "hidden")}
-
-
 def returns(model: Any, inputs: dict[str, Any], more: Any) -> dict[str, Any]:
     inputs["hidden"] = {"first": model.first(inputs["x"]), "num": inputs.pop("num")}
+    inputs["x"] = inputs["hidden"]["first"].tanh()
     return inputs
 
 
@@ -262,7 +255,7 @@ def fills_both(model: Any, inputs: dict[str, Any], more: dict[str, Any]) -> Tens
     return model.second(more.get("y", more["x"]))
 
 
-ACTS = (fills, returns, appends, stores, takes_forces, counts_up, fills_both)
+ACTS = (returns, appends, stores, takes_forces, counts_up, fills_both)
 
 
 def told_of(model: Any) -> dict[str, Any]:
