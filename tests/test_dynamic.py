@@ -519,7 +519,7 @@ def test_a_step_that_computes_again_is_linked_for_a_further_length() -> None:
     options: Any = {"recompute": Budget(fraction=0.5), "order": "one_by_one", "reuse": "marked"}
     options |= {"batches": map(numbers, [(3, 9), (3, 12)]), "door": "step", "dynamic": True}
     options["loss_fn"] = lambda y: y.square().sum()
-    told = assert_equals_eager(Stack(Mixing(), Mixing()), **options).told
+    told = assert_equals_eager(Stack(Mixing()), **options).told
     assert (told.num_compiles, told.num_links) == (1, 1), told.why_static
     assert told.recompute_chosen_for
 

@@ -25,7 +25,7 @@ class Field(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         middle = [nn.Dropout(dropout)] if dropout else []
-        layers = [nn.Linear(3, 5), nn.Tanh(), *middle, nn.Linear(5, 5), nn.SiLU(), nn.Linear(5, 1)]
+        layers = [nn.Linear(3, 5), nn.Tanh(), *middle, nn.Linear(5, 1), nn.SiLU()]
         self.net = nn.Sequential(*layers).double()
         self.by, self.mode = by, mode
 
@@ -147,7 +147,7 @@ def test_derivatives_of_derivatives_choose_each_for_itself() -> None:
 
 def test_a_product_with_a_hessian_in_each_mode() -> None:
     """Of several inputs: all its parts are computed in one mode."""
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    net = Field("").net
     inputs, vectors = (points(2), points(3)), (points(2) + 1, points(3) - 1)
 
     def value(x: Tensor, y: Tensor) -> Tensor:
