@@ -227,12 +227,18 @@ def test_a_covariance_is_checked_in_the_program() -> None:
                 run(batch(1)[0], matrix)
 
 
+@pytest.mark.parametrize("is_held", [False, True])
 def test_a_change_of_whether_distributions_check_is_followed(
-    monkeypatch: pytest.MonkeyPatch,
+    is_held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Made(
-        lambda self, x: distributions.Normal(self.linear(x), x).mean, linear=nn.Linear(4, 4)
-    )
+    monkeypatch.setattr(distributions.Distribution, "_validate_args", False)
+    held = distributions.Exponential(torch.ones(4))
+
+    def forward(self: Made, x: Tensor) -> Tensor:
+        found = held.log_prob(x) if is_held else distributions.Normal(x, x).mean
+        return self.linear(x) + found
+
+    model = Made(forward, linear=nn.Linear(4, 4))
     runs = (
         lazyinline.compile(model, backend="eager"),
         lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager"),
@@ -240,8 +246,20 @@ def test_a_change_of_whether_distributions_check_is_followed(
     for checks in (False, True, False):
         monkeypatch.setattr(distributions.Distribution, "_validate_args", checks)
         for run in (model, *runs):
-            with pytest.raises(ValueError, match="GreaterThan") if checks else nullcontext():
+            said = pytest.raises(ValueError, match="GreaterThan|support")
+            with said if checks else nullcontext():
                 run(-batch().abs())
+
+
+def test_a_model_without_distributions_is_not_compiled_again_where_their_checks_end(
+    monkeypatch: pytest.MonkeyPatch, compiles: Compiles
+) -> None:
+    model = nn.Linear(4, 4)
+    compiled = lazyinline.compile(model, backend="eager")
+    for checks in (True, False):  # as the first use of Dynamo ends them
+        monkeypatch.setattr(distributions.Distribution, "_validate_args", checks)
+        assert_close(compiled(batch()), model(batch()))
+    assert len(compiles) == 1
 
 
 def test_modes_and_shapes_are_compiled_once_each_and_reused(compiles: Compiles) -> None:

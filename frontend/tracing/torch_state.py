@@ -157,8 +157,7 @@ def modes_now() -> tuple[Any, ...]:
 
 
 def _other_modes() -> tuple[Any, ...]:
-    checks = Distribution._validate_args  # whether distributions check what they are given
-    return torch.is_inference_mode_enabled(), matmul_precision(), default_device(), checks
+    return torch.is_inference_mode_enabled(), matmul_precision(), default_device()
 
 
 def default_device() -> torch.device | None:
@@ -403,8 +402,18 @@ def may_ask(frame: types.FrameType) -> bool:
     return name.partition(".")[0] == "torch" and not is_own
 
 
+def distributions_check() -> bool:
+    """Whether distributions check what they are given; the first use of Dynamo ends that."""
+    return bool(Distribution._validate_args)
+
+
 def python_getter(frame: types.FrameType) -> Callable[[], Any] | None:
-    """Returns the function that a frame of PyTorch's runs, if it only returns a setting."""
+    """Returns the function that reads the setting which a frame of PyTorch's asks for, if any.
+
+    It is the frame's own, if that only returns a setting.
+    """
+    if str(frame.f_globals.get("__name__")).startswith("torch.distributions."):
+        return distributions_check
     code = frame.f_code
     is_getter = _GETTER.match(code.co_name) and not _FIXED.match(code.co_name)
     found = frame.f_globals.get(code.co_name) if is_getter and _takes_nothing(code) else None
