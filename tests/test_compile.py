@@ -246,7 +246,7 @@ def test_a_change_of_whether_distributions_check_is_followed(
     for checks in (False, True, False):
         monkeypatch.setattr(distributions.Distribution, "_validate_args", checks)
         for run in (model, *runs):
-            said = pytest.raises(ValueError, match="GreaterThan|support")
+            said = pytest.raises(ValueError, match=r"GreaterThan|support")
             with said if checks else nullcontext():
                 run(-batch().abs())
 
