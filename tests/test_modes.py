@@ -24,8 +24,8 @@ class Field(nn.Module):
     def __init__(self, by: str, mode: Any = "auto", *, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        middle = [nn.Dropout(dropout)] if dropout else []
-        layers = [nn.Linear(3, 5), nn.Tanh(), *middle, nn.Linear(5, 1), nn.SiLU()]
+        middle = [nn.Linear(5, 5), nn.Tanh(), nn.Dropout(dropout)] if dropout else []
+        layers = [nn.Linear(3, 5), nn.Tanh(), *middle, nn.Linear(5, 5), nn.SiLU(), nn.Linear(5, 1)]
         self.net = nn.Sequential(*layers).double()
         self.by, self.mode = by, mode
 
