@@ -524,6 +524,14 @@ def test_a_step_that_computes_again_is_linked_for_a_further_length() -> None:
     assert told.recompute_chosen_for
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_kernels_of_steps_take_sizes() -> None:
+    shapes = [(4, 8), (4, 12), (6, 16), (4, 12)]
+    _, found = step_at(Reader(), shapes, backend="inductor", micro_batches=2)
+    assert found[-1] == (2, 1)
+
+
 def labelled(rows: int, length: int) -> dict[str, Tensor]:
     """Token ids, a mask, and labels where there is a token."""
     batch = hugging_face.tokens(rows, length, seed=length)

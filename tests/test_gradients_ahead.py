@@ -212,8 +212,12 @@ def test_forces_are_computed_ahead_as_long_as_losses_ask(
     assert number in (None, num_ahead())
 
 
+SWEPT = [pytest.param(use, marks=pytest.mark.sweep) for use in (dynamics, energies, alone)]
+
+
+@pytest.mark.parametrize("habit", [forces, *SWEPT])
 def test_forward_and_backward_get_kernels_where_a_loss_needs_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    habit: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     asked: list[int] = []
     compile_leaves = torch_inductor.compile_leaves
@@ -233,20 +237,24 @@ def test_forward_and_backward_get_kernels_where_a_loss_needs_them(
     late, early = (lazyinline.compile(one, dynamic=True) for one in (model, other))
     expected = gradients_of(other, early, data(11)[0] * 1, data(11)[1])  # computed: no late one
     num_both, asked[:] = sum(asked), []
-    found = [forces(late, *data(size)) for size in (11, 12)]
-    wanted = [forces(Potential("simple").double(), *data(size)) for size in (11, 12)]
+    sizes = [11 + number for number in range(9 if habit is alone else 2)]
+    found = [habit(late, *data(size)) for size in sizes]
+    wanted = [habit(Potential("simple").double(), *data(size)) for size in sizes]
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    first = sum(asked)  # of a derivative
+    first = sum(asked)
+    is_made = habit in (energies, alone)  # by the first loss of parameters, or the ninth forward
+    assert first == (num_both if is_made else 0) or habit is forces  # those of a derivative
     lazyinline.save(late, tmp_path / "model.lz")  # a file has all
-    assert sum(asked) == first + num_both
+    assert sum(asked) == first + (0 if is_made else num_both)
     energies(lazyinline.load(tmp_path / "model.lz"), *data(11))
     for num_edges in (11, 17):
         *others, gradients = (gradients_of(model, late, *data(num_edges)) for _ in range(3))
         for other in others:  # of forwards with PyTorch's kernels
             torch.testing.assert_close(other, gradients, rtol=1e-10, atol=1e-12)
         assert num_edges == 17 or all(map(torch.equal, gradients, expected))
-    # The first ends the habit, by a program that has forces as well.
-    assert sum(asked) == first + num_both + 1
+    # The first ends the habit, by a program that has forces as well, or by its backward.
+    ended = {forces: 1, dynamics: num_both}.get(habit, 0)
+    assert sum(asked) == first + (0 if is_made else num_both) + ended
 
 
 @pytest.mark.parametrize("result", ["both", "mean"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -188,6 +190,22 @@ def test_each_call_of_a_block_is_a_range_with_its_kernels(door: str, backend: An
         (name,) = (n for n in found if "layers.1 MarkedBlock.forward" in n)
         names = {c.removeprefix("aten::").partition(".")[0] for c in found[name]}
         assert names >= {"addmm", "tanh", "add"}
+
+
+def test_a_chrome_trace_has_the_ranges(tmp_path: pathlib.Path) -> None:
+    compiled = lazyinline.compile(blocks(), backend="eager")
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        compiled(x)
+        for _ in range(2):  # the second time the written program is at hand
+            with torch.profiler.profile() as profile:
+                profiled = compiled(x)
+        assert torch.equal(profiled, compiled(x))
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    shown = [event["name"] for event in events if "Block" in event.get("name", "")]
+    assert shown == [f"layers.{number} MarkedBlock" for number in range(3)]
+    assert not any("is bound for the profiler" in event.get("name", "") for event in events)
 
 
 def test_a_failing_launch_leaves_no_range_open() -> None:
