@@ -51,7 +51,8 @@ from link_tree import ROOT
 # padding that eager takes out, memory that inputs share and a length (frontend +52), sizes of
 # images (backend +59, reuse +20), chains of reshapes (backend +43), numbers and layouts that keep
 # changing and PyTorch's transformers (frontend +65), sums that keep alpha and copies of unknown
-# layout (backend +21), checks of distributions and ranges of sizes (frontend +50, reuse +4).
+# layout (backend +21), checks of distributions, asked of models that have them, and ranges of sizes
+# (frontend +59, reuse +4).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_306, 90),
     "reuse": (9_609, 35),
