@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -227,18 +227,30 @@ def test_a_covariance_is_checked_in_the_program() -> None:
                 run(batch(1)[0], matrix)
 
 
-@pytest.mark.parametrize("is_held", [False, True])
+class Asking(distributions.Distribution):
+    """A user's distribution that asks for the setting itself."""
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    support = distributions.constraints.positive
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        return -value
+
+
+DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "made": lambda x: distributions.Normal(x, x).mean,
+    "held": distributions.Exponential(torch.ones(4)).log_prob,
+    "own": Asking().log_prob,
+}
+
+
+@pytest.mark.parametrize("way", DISTRIBUTIONS)
 def test_a_change_of_whether_distributions_check_is_followed(
-    is_held: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributions.Distribution, "_validate_args", False)
-    held = distributions.Exponential(torch.ones(4))
-
-    def forward(self: Made, x: Tensor) -> Tensor:
-        found = held.log_prob(x) if is_held else distributions.Normal(x, x).mean
-        return self.linear(x) + found
-
-    model = Made(forward, linear=nn.Linear(4, 4))
+    model = Made(lambda self, x: self.linear(x) + DISTRIBUTIONS[way](x), linear=nn.Linear(4, 4))
     runs = (
         lazyinline.compile(model, backend="eager"),
         lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager"),

@@ -164,6 +164,15 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
+def test_derivatives_by_vectorized_rows_are_eagers() -> None:
+    def rows(run: Any, x: Tensor) -> tuple[Any, Any]:
+        of = torch.autograd.functional
+        jacobian = of.jacobian(run, x, vectorize=True)
+        return jacobian, of.hessian(lambda x: run(x).sum(), x, vectorize=True)
+
+    assert_equals_eager(network(), [torch.randn(3, 4)], calls=1, use=rows, tolerance=CLOSE)
+
+
 def differentiated_on(run: Any, x: Tensor, rows: Tensor) -> Any:
     (found,) = torch.autograd.grad(run(x), x, rows, is_grads_batched=True, create_graph=True)
     return torch.autograd.grad(found.square().sum(), (x, *run.parameters()), allow_unused=True)

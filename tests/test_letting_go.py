@@ -72,7 +72,9 @@ def swapping() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("swapping")
-@pytest.mark.parametrize("kind", ["compile/eager", "compile/inductor", "step/eager"])
+@pytest.mark.parametrize(
+    "kind", ["compile/eager", "compile/inductor", "step/eager", "step/inductor"]
+)
 @pytest.mark.sweep(keep=["eager"])
 def test_the_users_tensors_can_be_swapped_and_the_program_sees_it(kind: str) -> None:
     torch.manual_seed(0)
@@ -104,17 +106,17 @@ def watched(model: nn.Module) -> list[StorageWeakRef]:
     return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
 
-@pytest.mark.parametrize("kind", ["step/inductor", "compile/eager"])
+@pytest.mark.parametrize("kind", ["compile/inductor", "step/inductor", "compile/eager"])
 @pytest.mark.sweep(keep="compile/eager")
 def test_weights_of_before_a_conversion_are_not_held(kind: str) -> None:
     model = Tied()
     run = compiled_by(kind, model)
     run(torch.randn(5, 4))
     before: list[StorageWeakRef] = []
-    for way, dtype in (("to", torch.float64), ("assign", torch.float32)):
+    for way, dtype in (("to", torch.float64), ("assign", torch.float32), ("assign", torch.float32)):
         before += watched(model)
         CONVERSIONS[way](model, dtype)
-        for mode in (True, False):
+        for mode in (True, False, True):
             model.train(mode)
             run(torch.randn(5, 4).to(dtype))
     gc.collect()  # once: in a process that ran many tests it takes seconds

@@ -178,6 +178,29 @@ def test_no_rows_have_gradients_without_a_launch() -> None:
     assert_as_eager(Around(lambda layers, x: (x * 1.5).tanh() * 2), torch.randn(0, 3))
 
 
+class Averaged(nn.Module):
+    """A codebook that follows what is assigned to each of its rows, as quantizers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("rows", torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x).sin()
+        with torch.no_grad():
+            self.rows.mul_(0.9).add_(x.softmax(0).mT @ x, alpha=0.1)  # type: ignore[operator,union-attr]
+        return torch.add(x, x.exp() @ self.rows, alpha=-0.5)  # type: ignore[operator]
+
+
+def test_a_sum_with_a_product_is_scaled() -> None:
+    """Inductor makes one ``addmm`` of it, without alpha; torch.compile does so, too."""
+    model = Averaged().double()
+    batches = [[torch.randn(4, 3, dtype=torch.float64)] for _ in range(3)]
+    run = assert_equals_eager(model, batches=batches, backend="inductor")
+    assert not run.compiled.last_report.ran_eagerly
+
+
 def test_a_sum_in_tiles_with_a_loop_between_them_writes_its_own_rows_only() -> None:
     """18 columns: the last vector is not full on any CPU (pytorch/pytorch#196681)."""
 

@@ -111,19 +111,24 @@ def test_gradients_equal_eager_whatever_a_loss_uses(
         assert report.num_backwards == len({tuple(names) for names in uses})
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.sweep(keep="False")
-def test_kept_graphs_take_loss_after_loss(dynamic: bool) -> None:
-    model, expected, compiled = made(Net(), dynamic=dynamic)
-    inputs = [torch.randn(length, 8) for length in ((4, 6) if dynamic else (4,))]
-    for run in (compiled, expected):
-        outs = [run(x) for x in inputs]
-        for names in (["loss"], ["half", "logits"], ["loss", "own"]):
+@pytest.mark.parametrize(
+    ("backend", "dynamic", "lengths"),
+    [("eager", False, [4]), ("inductor", False, [4]), ("eager", True, [4, 6])],
+)
+@pytest.mark.sweep(keep="eager-False")
+def test_kept_graphs_take_loss_after_loss(backend: str, dynamic: bool, lengths: list[int]) -> None:
+    model, expected, compiled = made(Net(), backend=backend, dynamic=dynamic)
+    for _ in range(2):
+        inputs = [torch.randn(length, 8) for length in lengths]
+        for run in (compiled, expected):
+            run.zero_grad()
+            outs = [run(x) for x in inputs]
+            for names in (["loss"], ["half", "logits"], ["loss", "own"]):
+                for out in outs:
+                    use(out, names).backward(retain_graph=True)
             for out in outs:
-                use(out, names).backward(retain_graph=True)
-        for out in outs:
-            use(out, ["half"]).backward()
-    assert_same_gradients(model, expected)
+                use(out, ["half"]).backward()
+        assert_same_gradients(model, expected)
 
 
 def test_a_change_between_two_such_backwards_is_refused() -> None:

@@ -26,7 +26,14 @@ from ..effects.torch_allowed_calls import reach_of
 from ..tracing.frames import frame_text, is_user_frame, unprofiled, user_line, user_path
 from ..tracing.torch_asked_classes import AskedClasses
 from ..tracing.torch_patches import replaced
-from ..tracing.torch_state import CacheState, Reading, answer, is_reading
+from ..tracing.torch_state import (
+    CacheState,
+    Reading,
+    answer,
+    asks_if_distributions_check,
+    distributions_check,
+    is_reading,
+)
 from ..tracing.torch_tracing import (
     Tracer,
     is_context,
@@ -244,6 +251,8 @@ class Recording:
         code = frame.f_code
         if not self.quiet:
             self.asked_classes.began(frame)
+        if asks_if_distributions_check(frame):
+            self.asked(distributions_check)
         name = self.effects.changes.began(frame)
         if name:
             self.effects.refuse_captured(name, frame_text(frame))

@@ -407,12 +407,18 @@ def distributions_check() -> bool:
     return bool(Distribution._validate_args)
 
 
+def asks_if_distributions_check(frame: types.FrameType) -> bool:
+    """Whether a frame runs code of ``torch.distributions``, or a user's that reads the setting."""
+    name = str(frame.f_globals.get("__name__"))
+    return name.startswith("torch.distributions.") or "_validate_args" in frame.f_code.co_names
+
+
 def python_getter(frame: types.FrameType) -> Callable[[], Any] | None:
     """Returns the function that reads the setting which a frame of PyTorch's asks for, if any.
 
     It is the frame's own, if that only returns a setting.
     """
-    if str(frame.f_globals.get("__name__")).startswith("torch.distributions."):
+    if asks_if_distributions_check(frame):
         return distributions_check
     code = frame.f_code
     is_getter = _GETTER.match(code.co_name) and not _FIXED.match(code.co_name)
