@@ -109,6 +109,7 @@ def watched(model: nn.Module) -> list[StorageWeakRef]:
 @pytest.mark.parametrize("kind", ["compile/inductor", "step/inductor", "compile/eager"])
 @pytest.mark.sweep(keep="compile/eager")
 def test_weights_of_before_a_conversion_are_not_held(kind: str) -> None:
+    torch.manual_seed(0)  # of 5 rows, a gradient behind the norm may cancel to rounding
     model = Tied()
     run = compiled_by(kind, model)
     run(torch.randn(5, 4))
