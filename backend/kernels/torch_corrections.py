@@ -18,7 +18,7 @@ Each correction of its code generation is a context manager; outside of it Induc
   of the time went there.
 * Printed indices: Inductor prints one again for each kernel that it generates for a loop.
 * Atomic adds from tiles. In a kernel of several threads that adds to memory from two-dimensional
-  tiles, torch before 2.15 adds the offset within the tile to the index twice
+  tiles, torch before 2.14 adds the offset within the tile to the index twice
   (pytorch/pytorch#191837): it adds to other memory, even out of bounds.
 * Scaled sums with a product. Inductor makes one ``addmm`` of ``x.add(a @ b, alpha=0.1)``, and one
   kernel of a sum of two products under ``max_autotune``, without alpha (torch 2.11 to 2.14 at
