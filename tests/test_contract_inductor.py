@@ -409,6 +409,23 @@ def test_inductors_rules_of_dtypes_are_one_object_that_is_filled_once() -> None:
     assert rules() is rules() and rules().add is not add, "it is filled once without us"
 
 
+@contract(f"{INDUCTOR}.runtime.triton_compat.triton_key", f"{INDUCTOR}.codecache.triton_key?")
+def test_without_a_gpu_inductor_describes_a_machine_alike_without_tritons_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codecache = resolve(f"{INDUCTOR}.codecache")
+    has_own = hasattr(codecache, "triton_key")
+    place = codecache if has_own else resolve(f"{INDUCTOR}.runtime.triton_compat")
+    describe = codecache.CacheBase.get_system.__wrapped__  # past the memory of what it said
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", mock.Mock(side_effect=RuntimeError))
+    monkeypatch.setattr(place, "triton_key", lambda: "a digest of files")
+    expected = describe()
+    monkeypatch.setattr(place, "triton_key", mock.Mock(side_effect=AssertionError("files are read")))
+    with quicker_writing():
+        assert describe() == expected
+
+
 def loops(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, ...]:
     """Computes along each axis, across both, and from places that are read."""
     added = torch.zeros_like(x).index_add(0, index, y)

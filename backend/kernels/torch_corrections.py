@@ -17,6 +17,8 @@ Each correction of its code generation is a context manager; outside of it Induc
   recorded other strides. Our graphs keep the values of the trace, and with symbolic sizes a sixth
   of the time went there.
 * Printed indices: Inductor prints one again for each kernel that it generates for a loop.
+* Triton's files. For a key that it then does not use where no GPU is, Inductor reads all of them once
+  in a process: half a CPU-second where Triton is installed, which it is beside PyTorch with CUDA.
 * Atomic adds from tiles. In a kernel of several threads that adds to memory from two-dimensional
   tiles, torch before 2.14 adds the offset within the tile to the index twice
   (pytorch/pytorch#191837): it adds to other memory, even out of bounds.
@@ -40,7 +42,7 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -247,8 +249,21 @@ def quicker_writing() -> Iterator[None]:
         dtype_rules_made_once(),
         values_as_traced(),
         indices_printed_once(),
+        triton_unread(),
     ):
         yield
+
+
+def triton_unread() -> AbstractContextManager[Any]:
+    """Makes Inductor describe this machine without reading Triton's files, where no GPU is."""
+    from torch._inductor import codecache
+    from torch._inductor.runtime import triton_compat
+
+    if torch.cuda.is_available():
+        return nullcontext()
+    if hasattr(codecache, "triton_key"):
+        return mock.patch.object(codecache, "triton_key", lambda: None)
+    return mock.patch.object(triton_compat, "triton_key", lambda: None)  # before torch 2.13
 
 
 def offsets_added_once() -> AbstractContextManager[Any]:
