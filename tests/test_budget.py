@@ -59,7 +59,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (5_991, 19),
     "recompute": (1_075, 4),
     "pipeline_parallel": (7_069, 23),
-    "backend": (12_166, 37),
+    "backend": (12_181, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
