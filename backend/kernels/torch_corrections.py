@@ -17,8 +17,8 @@ Each correction of its code generation is a context manager; outside of it Induc
   recorded other strides. Our graphs keep the values of the trace, and with symbolic sizes a sixth
   of the time went there.
 * Printed indices: Inductor prints one again for each kernel that it generates for a loop.
-* Triton's files. For a key that it does not use where no GPU is, Inductor reads all of them once in a
-  process: half a CPU-second where Triton is installed, which it is beside PyTorch with CUDA.
+* Triton's files. For a key that it does not use where no GPU is, Inductor reads all of them once in
+  a process: half a CPU-second where Triton is installed, which it is beside PyTorch with CUDA.
 * Atomic adds from tiles. In a kernel of several threads that adds to memory from two-dimensional
   tiles, torch before 2.14 adds the offset within the tile to the index twice
   (pytorch/pytorch#191837): it adds to other memory, even out of bounds.
