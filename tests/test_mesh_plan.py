@@ -341,16 +341,11 @@ def test_a_plan_is_found_by_the_rates_of_the_mesh(
     bytes_per_s: float, is_split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lazyinline.frontend.mesh_placement, "CPU", Rates(2e6, 8e6))
-    links = {"tensor": AxisRates(bytes_per_s, 1e-7)}
+    links = {"x": AxisRates(bytes_per_s, 1e-7)}  # a plan that is found takes any name
+    given: Any = {"plan": "auto", "links": links, "backend": "eager"}
     with one_of_many(2):
-        parallel = lazyinline.parallelize(
-            tiny(0),
-            tokens(rows=1),
-            mesh=mesh_of(tensor=2),
-            plan="auto",
-            links=links,
-            backend="eager",
-        )
+        parallel = lazyinline.parallelize(tiny(0), tokens(rows=1), mesh=mesh_of(x=2), **given)
+    assert "mesh: x 2" in str(parallel.plan)
     plan = parallel.plan.layouts
     assert plan is not None
     lies = [*plan.parameters.values(), *plan.batch]

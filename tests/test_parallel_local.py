@@ -10,10 +10,20 @@ from unittest import mock
 import pytest
 import torch
 from comparing import relative_error
-from models import Made
-from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, tiny, tokens, tokens_for_heads
+from models import Made, MarkedBlock
+from parallel_models import (
+    MEGATRON,
+    VOCABULARY,
+    Layer,
+    far_off,
+    mesh_of,
+    numbered,
+    tiny,
+    tokens,
+    tokens_for_heads,
+)
 from rank_threads import one_of_many, run_in_threads
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -22,7 +32,7 @@ import lazyinline
 from lazyinline.pipeline_parallel.mesh import sharded, torch_collectives
 from lazyinline.pipeline_parallel.mesh.sharded import Sharder
 from lazyinline.pipeline_parallel.mesh.torch_sharding import local_type
-from lazyinline.pipeline_parallel.mesh.traffic import Collective, collectives_in
+from lazyinline.pipeline_parallel.mesh.traffic import collectives_in
 from lazyinline.reuse.ir.leaf import interpret
 from lazyinline.reuse.ir.types import TensorType
 
@@ -157,16 +167,11 @@ def test_memory_in_use_by_a_collective_is_left_alone_until_it_is_waited_for(
 
 
 @functools.cache
-def step_in_buckets(axis: str, bucket_bytes: int = 1, micro_batches: int = 1) -> Any:
-    """Returns a step on two ranks, in buckets of a block each unless they are larger."""
-    plan = MEGATRON if axis == "tensor" else None
-    options: dict[str, Any] = {"plan": plan, "backend": "eager", "micro_batches": micro_batches}
-    with mock.patch.object(sharded, "BUCKET_BYTES", bucket_bytes), one_of_many(2):
+def step_in_buckets(axis: str, micro_batches: int = 1) -> Any:
+    """Returns a step on two ranks, in buckets of a block each."""
+    options: dict[str, Any] = {"backend": "eager", "micro_batches": micro_batches}
+    with mock.patch.object(sharded, "BUCKET_BYTES", 1), one_of_many(2):
         return lazyinline.parallelize(tiny(2), tokens(), mesh=mesh_of(**{axis: 2}), **options)
-
-
-def collectives(*kind: Any) -> list[Collective]:
-    return list(step_in_buckets(*kind).plan.collectives)
 
 
 def test_a_plan_of_memory_keeps_operand_and_result_until_the_wait() -> None:
@@ -189,7 +194,7 @@ def test_a_plan_of_memory_keeps_operand_and_result_until_the_wait() -> None:
 
 @pytest.mark.smoke
 def test_a_block_gathers_once_while_the_one_before_computes() -> None:
-    found = collectives("fsdp")
+    found = step_in_buckets("fsdp").plan.collectives
     gathers = [c for c in found if c.part == "Layer.forward"]
     assert [c.kind for c in gathers] == ["all_gather"] * 2
     assert all(c.num_beside > 9 for c in gathers[1:])  # the first follows an embedding
@@ -199,30 +204,40 @@ def test_a_block_gathers_once_while_the_one_before_computes() -> None:
 
 
 def test_gradients_are_summed_in_buckets_beside_the_backward() -> None:
-    found = [c for c in collectives("data", 1, 2) if c.part == "gradients"]
+    step = step_in_buckets("data", micro_batches=2)
+    found = [c for c in step.plan.collectives if c.part == "gradients"]
     assert [c.kind for c in found] == ["all_reduce"] * 4
     assert [c.num_beside for c in found] == sorted((c.num_beside for c in found), reverse=True)
     assert all(c.num_beside > 9 for c in found[:2])
-    scattered = [c for c in collectives("fsdp") if c.part == "gradients"]
+    every = step_in_buckets("fsdp").plan.collectives
+    scattered = [c for c in every if c.part == "gradients"]
     assert [c.num_bytes for c in scattered] == [c.num_bytes for c in found]
 
 
-def test_a_backward_sums_gradients_of_operands_beside_those_of_weights() -> None:
-    found = [c for c in collectives("tensor", sharded.BUCKET_BYTES) if c.part == "Layer.backward"]
-    assert len(found) == 4 and all(c.num_beside > 3 for c in found)
+def test_megatrons_plan_sums_twice_per_layer_beside_other_work_and_moves_what_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sums, moved = torch_collectives.dist.all_reduce, list[int]()
 
+    def counted(tensor: Tensor, *args: Any) -> Any:
+        moved.append(tensor.numel() * tensor.element_size())
+        return sums(tensor, *args)
 
-def test_a_step_runs_after_one_that_failed_while_collectives_were_under_way() -> None:
-    def fail_once(rank: int) -> float:
-        parallel = lazyinline.parallelize(tiny(1), tokens(), mesh=mesh_of(fsdp=2), backend="eager")
-        ids, targets = tokens()
-        ids[::2, 0] = VOCABULARY  # a row of each rank's
-        parallel.step(*tokens())
-        with pytest.raises(IndexError, match="out of range"):
-            parallel.step(ids, targets)
-        return relative_error(parallel.step(*tokens()), tiny(1)(*tokens()).detach())
-
-    assert max(run_in_threads(2, fail_once)) < 1e-12
+    with one_of_many(2):
+        mesh, plan = mesh_of(tensor=2), MEGATRON
+        step = lazyinline.parallelize(tiny(3), tokens(), mesh=mesh, plan=plan, backend="eager")
+        step.step(*tokens())  # compares batches with the others
+        monkeypatch.setattr(torch_collectives.dist, "all_reduce", counted)
+        step.step(*tokens())
+    found, text = step.plan.collectives, str(step.plan)
+    for part in ("forward", "backward"):
+        assert f"Layer.{part}: 2 all_reduce over tensor, 8,192 bytes (each of 3 calls)" in text
+    assert {one.kind for one in found} == {"all_reduce"}
+    assert sum(moved) == step.plan.num_bytes
+    assert len(moved) == len(found) == 12
+    # Gradients of operands are summed beside those of weights.
+    backward = [one for one in found if one.part == "Layer.backward"]
+    assert len(backward) == 6 and all(one.num_beside > 3 for one in backward)
 
 
 def rounded(self: Any, *batch: torch.Tensor) -> Any:
@@ -231,13 +246,26 @@ def rounded(self: Any, *batch: torch.Tensor) -> Any:
         return self.model(*batch)
 
 
+def of_blocks(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model of two blocks whose norms have two vectors of 16."""
+    model = tiny(0)
+    model.layers = nn.ModuleList(make() for _ in range(2))
+    return Made(rounded, model=numbered(model).float())
+
+
+BLOCKS = {"block": lambda: MarkedBlock(16, norm=True), "decoder": lambda: Layer(16, 4, 4, 0.0)}
+
+
+@pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.sweep(keep="eager")
+@pytest.mark.sweep(keep="eager-block")
 def test_weights_are_gathered_in_the_type_that_is_computed_in_and_gradients_scattered(
-    backend: Any,
+    make: Callable[[], nn.Module], backend: Any
 ) -> None:
+    """And a step runs after one that failed while collectives were under way."""
+
     def train(rank: int) -> Any:
-        alone, model = (Made(rounded, model=tiny().float()) for _ in range(2))
+        alone, model = of_blocks(make), of_blocks(make)
         parallel = lazyinline.parallelize(
             model, tokens(), mesh=mesh_of(fsdp=2), plan=None, backend=backend
         )
@@ -246,12 +274,18 @@ def test_weights_are_gathered_in_the_type_that_is_computed_in_and_gradients_scat
         wrong = [loss] if relative_error(loss, expected.detach()) > 0.01 else []
         pairs = zip(model.parameters(), alone.parameters(), strict=True)
         wrong += [q for p, q in pairs if relative_error(p.grad.full_tensor(), q.grad) > 0.05]
+        ids, targets = tokens()
+        ids[::2, 0] = VOCABULARY  # a row of each rank's
+        with pytest.raises(IndexError, match="out of range"):
+            parallel.step(ids, targets)
+        wrong += [] if torch.equal(parallel.step(*tokens()), loss) else ["the loss is another"]
         return wrong, parallel.plan.collectives
 
     (wrong, found), _ = run_in_threads(2, train)
     assert wrong == []
-    sizes = sorted(c.num_bytes for c in found if c.part == "Layer.forward")
-    # Norms are computed in float32: two vectors of 16.
-    parameters = sum(p.numel() for p in tiny(1).layers.parameters())
+    block = type(make()).__name__
+    sizes = sorted(c.num_bytes for c in found if c.part == f"{block}.forward")
+    # Norms are computed in float32.
+    parameters = sum(p.numel() for p in make().parameters())
     assert sizes == [128, 128, 2 * (parameters - 32), 2 * (parameters - 32)]
     assert not any(c.kind == "all_reduce" for c in found if c.num_bytes > 8)
