@@ -356,18 +356,6 @@ def _clipped() -> list[str]:
     return wrong
 
 
-def test_a_plan_shows_stages_and_what_each_moves() -> None:
-    with one_of_many(4):
-        model = tiny(4)
-        text = str(pipelined(model, MEGATRON).plan)
-        assert "1F1B: 2 stages on 2 rank(s), 2 micro-batches" in text
-        assert "stage 1, Layer.forward: 2 all_reduce over tensor, 8,192 bytes (each of 4" in text
-        assert "dimension 1 split over tensor: layers.*.attention.out.weight" in text
-        # Of the other stage nothing is replaced.
-        assert hasattr(model.embed.weight, "placements")
-        assert not hasattr(model.head.weight, "placements")
-
-
 def with_large_head() -> Any:
     model = tiny(8, width=64).float()
     model.head = torch.nn.Linear(64, 4096, bias=False)
@@ -375,17 +363,26 @@ def with_large_head() -> Any:
 
 
 def test_stages_are_cut_by_what_a_rank_computes_and_moves_or_by_whole_calls() -> None:
-    def blocks() -> list[int]:
+    def plan_of(model: nn.Module) -> Any:
         with one_of_many(8):
-            found = pipelined(with_large_head(), MEGATRON, axes={"pipeline": 2, "tensor": 4}).plan
-        return [stage.num_blocks for stage in found.stages]
+            return pipelined(model, MEGATRON, axes={"pipeline": 2, "tensor": 4}).plan
 
     # Sums over tensor make layers long, so that the head is worth two of them.
-    assert blocks() == [6, 2]
+    model = with_large_head()
+    found = plan_of(model)
+    assert [stage.num_blocks for stage in found.stages] == [6, 2]
+    assert "1F1B: 2 stages on 2 rank(s), 2 micro-batches" in str(found)
+    moved = "stage 1, Layer.forward: 2 all_reduce over tensor, 16,384 bytes (each of 4 calls)"
+    assert moved in str(found)
+    assert "dimension 1 split over tensor: layers.*.attention.out.weight" in str(found)
+    # Of the other stage nothing is replaced.
+    assert hasattr(model.embed.weight, "placements")
+    assert not hasattr(model.head.weight, "placements")
     # Where a piece alone is no stage, calls count as in one process, in which they are shorter.
     alone = mock.Mock(side_effect=lazyinline.PlanError("a piece is not sent so"))
     with mock.patch.object(mesh, "_pieces", alone):
-        assert blocks() == [7, 1] and alone.called
+        found = plan_of(with_large_head())
+    assert [stage.num_blocks for stage in found.stages] == [7, 1] and alone.called
 
 
 @pytest.mark.parametrize(
