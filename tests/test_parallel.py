@@ -69,7 +69,7 @@ def twice(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def pinned() -> nn.Module:
     """A model with pins of what styles do not know."""
-    model = tiny(1)
+    model = tiny(1, heads=0)
     for layer in model.layers:
         lazyinline.shard(layer.up, {"weight": Shard(0), "bias": Shard(0)})  # type: ignore[arg-type]
         lazyinline.shard(layer.gate, {"weight": Shard(0)}, output=Replicate())  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def test_a_plan_is_found_or_given() -> None:
             ("head", {"output": Shard(0)}, "head is marked with output"),
             ("layers.0.up", {}, "Equal layers have one plan"),
         ):
-            model = tiny()
+            model = tiny(heads=0)
             lazyinline.shard(model.get_submodule(module), {"weight": Shard(0)}, **options)
             with pytest.raises(lazyinline.PlanError, match=said):
                 lazyinline.parallelize(model, tokens(), mesh=mesh, plan="auto")

@@ -171,7 +171,9 @@ def step_in_buckets(axis: str, micro_batches: int = 1) -> Any:
     """Returns a step on two ranks, in buckets of a block each."""
     options: dict[str, Any] = {"backend": "eager", "micro_batches": micro_batches}
     with mock.patch.object(sharded, "BUCKET_BYTES", 1), one_of_many(2):
-        return lazyinline.parallelize(tiny(2), tokens(), mesh=mesh_of(**{axis: 2}), **options)
+        return lazyinline.parallelize(
+            tiny(2, heads=0), tokens(), mesh=mesh_of(**{axis: 2}), **options
+        )
 
 
 def test_a_plan_of_memory_keeps_operand_and_result_until_the_wait() -> None:
@@ -195,7 +197,7 @@ def test_a_plan_of_memory_keeps_operand_and_result_until_the_wait() -> None:
 @pytest.mark.smoke
 def test_a_block_gathers_once_while_the_one_before_computes() -> None:
     found = step_in_buckets("fsdp").plan.collectives
-    gathers = [c for c in found if c.part == "Layer.forward"]
+    gathers = [c for c in found if c.part == "FeedForward.forward"]
     assert [c.kind for c in gathers] == ["all_gather"] * 2
     assert all(c.num_beside > 9 for c in gathers[1:])  # the first follows an embedding
     reduced = [c for c in found if c.part == "gradients"]

@@ -419,8 +419,8 @@ def test_what_a_pipeline_over_a_mesh_does_not_do_is_refused() -> None:
         ]
         for said, options in refused:
             with pytest.raises(lazyinline.PlanError, match=said):
-                pipelined(tiny(), **options)
-        noisy = tiny()
+                pipelined(tiny(heads=0), **options)
+        noisy = tiny(heads=0)
         noisy.norm = Noisy(16).double()
         with pytest.raises(lazyinline.PlanError, match="draws random numbers"):
             pipelined(noisy)
