@@ -295,6 +295,8 @@ SETTING_GRADIENTS = {
     "return found * e, x",
     "uses it afterwards": "x.requires_grad_(True)\ne = self.first(x.tanh()).sum()\n"
     "x.requires_grad_(False)\nreturn x * e",
+    "has one already": "y = self.first(x.double().float())\nx.requires_grad_(x.requires_grad)\n"
+    "self.first.weight.requires_grad_(True)\nreturn y",
 }
 
 

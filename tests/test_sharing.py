@@ -437,6 +437,22 @@ def test_a_function_that_remembers_plain_results_keeps_no_block_apart() -> None:
     assert assert_as_eager(factor, blocks).shared == 1
 
 
+def test_a_block_whose_result_has_an_attribute_is_not_shared() -> None:
+    outcome = assert_as_eager("""
+        def told(y):
+            y.factor = 2.0
+            return y
+        def body(layers, x):
+            for layer in layers:
+                x = layer(x)
+                x = torch.tanh(x) * getattr(x, "factor", 1.0)
+            return x
+        B = block(lambda self, x: told(self.linear(x)))
+        model = Around(body, B(), B(), B())
+    """)
+    assert set(outcome.reasons) == {"a tensor that it is given or returns has attributes"}
+
+
 # What changes with each run, or is asked of an input, runs eagerly, and is refused if it may not.
 # fmt: off
 ASKED = {

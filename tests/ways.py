@@ -22,6 +22,7 @@ class Way(NamedTuple):
 
 
 AROUND = '''
+from inspect import signature
 BY, BY_REFERENCE, WEAKLY = {}, {}, weakref.WeakKeyDictionary()
 WEAK_SET, LARGE = weakref.WeakSet(), set()
 class Weakly:
@@ -186,6 +187,8 @@ ANYWHERE = {
     "attribute of a function": Way("function.v = V", "function.v"),
     "function": Way("set_global('helper', lambda: V)", "helper()", "the global helper"),
     "default": Way("with_default.__defaults__ = (V,)", "with_default()"),
+    "default by its signature": Way("with_default.__defaults__ = (V,)",
+        "signature(with_default).parameters['x'].default"),
     "captured": Way("put_captured(V)", "get_captured()"),
     "captured class": Way("Local.v = V", "get_local()"),
     "globals()": Way("set_global('G', V)", "globals()['G']"),
