@@ -11,14 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from link_tree import ROOT
 from torch.utils import cpp_extension
 
 
 def second_device() -> Callable[[], int]:
     """Makes the device; returns what counts the copies to and from it."""
     source = Path(__file__).with_name("second_device.cpp")
+    # Of this checkout: one that another checkout has built would be built again, as its path is.
+    built = ROOT / "build" / "second_device"
+    built.mkdir(parents=True, exist_ok=True)
     cpp_extension.load(
-        "lazyinline_second_device", [str(source)], extra_cflags=["-O0"], is_python_module=False
+        "lazyinline_second_device",
+        [str(source)],
+        extra_cflags=["-O0"],
+        build_directory=str(built),
+        is_python_module=False,
     )
     torch.utils.rename_privateuse1_backend("second")
     state = torch.zeros(8, dtype=torch.uint8)
