@@ -553,6 +553,16 @@ def test_an_epoch_of_real_batches_costs_two_compiles(kind: str) -> None:
     assert counts(found.compiled) == (2, 2), found.told.why_static
 
 
+def test_a_tensor_that_is_given_twice_is_not_taken_for_two_at_another_length() -> None:
+    def batch(length: int, *, twice: bool) -> tuple[Tensor, Tensor]:
+        x = numbers((length,))[0]
+        return x, x if twice else numbers((length,))[0]
+
+    model = wrapped(lambda x, y: x.sin() * y)
+    batches = [batch(n, twice=n < 6 or n > 7) for n in (3, 5, 6, 7, 8)]
+    assert_equals_eager(model, batches=batches, dynamic=True)
+
+
 def test_a_change_in_place_is_seen_by_another_input_on_the_same_memory() -> None:
     model = Made(lambda self, x, y: self.linear(x.add_(1)) + y, linear=nn.Linear(8, 8))
     model.requires_grad_(False)
