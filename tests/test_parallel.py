@@ -28,7 +28,6 @@ from parallel_models import (
     tiny,
     tiny_gpt,
     tokens,
-    tokens_for_heads,
 )
 from rank_threads import one_of_many, run_in_threads
 from saved import page_data
@@ -123,19 +122,12 @@ class Case(NamedTuple):
         return math.prod(self.axes.values())
 
 
-CASES = {
-    "tensor": Case({"tensor": 2}, MEGATRON),
-    "data": Case({"data": 2}),
-    "fsdp": Case({"fsdp": 2}),
+CASES = {  # meshes of one dimension: test_parallel_local.py
     "data x tensor": Case({"data": 2, "tensor": 2}, MEGATRON, partial(tiny, 1)),
-    "fsdp x tensor": Case({"fsdp": 2, "tp": 2}, MEGATRON),
     "data x fsdp": Case({"dp_replicate": 2, "dp_shard": 2}),
     "data x sequence and vocabulary": Case({"data": 2, "tensor": 2}, SEQUENCE, partial(tiny, 1)),
     "joint projection": Case({"tensor": 2}, BY_HEAD, one_joint_projection, twice),
     "joint projection, gathered": Case({"fsdp": 2, "tp": 2}, BY_HEAD, tiny_gpt, twice),
-    "tokens for heads": Case(
-        {"tensor": 2}, None, partial(tokens_for_heads, 1), partial(tokens, rows=1)
-    ),
     "selective recompute": Case({"fsdp": 2}, options={"recompute": "selective"}),
     "tied, in micro-batches, full recompute": Case(
         *({"fsdp": 2}, None, partial(tiny, tied=True), twice),

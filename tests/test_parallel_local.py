@@ -160,7 +160,7 @@ def test_memory_in_use_by_a_collective_is_left_alone_until_it_is_waited_for(
             row = partial(tokens, rows=1)
             return far_off(tokens_for_heads(), mesh_of(**axes), None, row, backend=backend)
         plan = MEGATRON if "tensor" in axes else None
-        return far_off(tiny(1), mesh_of(**axes), plan, backend=backend)
+        return far_off(tiny(), mesh_of(**axes), plan, backend=backend)
 
     world = torch.Size(axes.values()).numel()
     assert run_in_threads(world, train) == [[]] * world

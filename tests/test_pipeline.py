@@ -203,7 +203,7 @@ def test_a_stage_that_takes_its_batch_apart_keeps_the_right_part(alone: None) ->
 
 
 @pytest.mark.parametrize("schedule", OF_ONE_RANK)
-@pytest.mark.sweep(keep=["Interleaved1", "ZBV"])
+@pytest.mark.sweep(keep="ZBV")  # interleaved: test_pipeline_processes.py
 def test_stages_of_one_rank_give_what_the_model_gives(alone: None, schedule: str) -> None:
     model, args = net_and_batch()
     pipe = make(model, args, schedule)
