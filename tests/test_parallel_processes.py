@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from memory_events import memory_use
 from parallel_models import (
+    FEED_FORWARD,
     MEGATRON,
     far_off,
     is_refused_before_2_13,
@@ -356,33 +357,33 @@ def _clipped() -> list[str]:
     return wrong
 
 
-def with_large_head() -> Any:
-    model = tiny(8, width=64).float()
-    model.head = torch.nn.Linear(64, 4096, bias=False)
+def with_large_head(size: int = 4096, **kind: Any) -> Any:
+    model = tiny(8, width=64, **kind).float()
+    model.head = torch.nn.Linear(64, size, bias=False)
     return model
 
 
 def test_stages_are_cut_by_what_a_rank_computes_and_moves_or_by_whole_calls() -> None:
     def plan_of(model: nn.Module) -> Any:
         with one_of_many(8):
-            return pipelined(model, MEGATRON, axes={"pipeline": 2, "tensor": 4}).plan
+            return pipelined(model, FEED_FORWARD, axes={"pipeline": 2, "tensor": 4}).plan
 
     # Sums over tensor make layers long, so that the head is worth two of them.
-    model = with_large_head()
+    model = with_large_head(2048, heads=0)
     found = plan_of(model)
-    assert [stage.num_blocks for stage in found.stages] == [6, 2]
+    assert [stage.num_blocks for stage in found.stages] == [5, 3]
     assert "1F1B: 2 stages on 2 rank(s), 2 micro-batches" in str(found)
-    moved = "stage 1, Layer.forward: 2 all_reduce over tensor, 16,384 bytes (each of 4 calls)"
+    moved = "stage 1, FeedForward.forward: 1 all_reduce over tensor, 8,192 bytes (each of 6 calls)"
     assert moved in str(found)
-    assert "dimension 1 split over tensor: layers.*.attention.out.weight" in str(found)
+    assert "dimension 1 split over tensor: layers.*.down.weight" in str(found)
     # Of the other stage nothing is replaced.
     assert hasattr(model.embed.weight, "placements")
     assert not hasattr(model.head.weight, "placements")
     # Where a piece alone is no stage, calls count as in one process, in which they are shorter.
     alone = mock.Mock(side_effect=lazyinline.PlanError("a piece is not sent so"))
     with mock.patch.object(mesh, "_pieces", alone):
-        found = plan_of(with_large_head())
-    assert [stage.num_blocks for stage in found.stages] == [7, 1] and alone.called
+        found = plan_of(with_large_head(2048, heads=0))
+    assert [stage.num_blocks for stage in found.stages] == [6, 2] and alone.called
 
 
 @pytest.mark.parametrize(
