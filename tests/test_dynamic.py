@@ -553,14 +553,14 @@ def test_an_epoch_of_real_batches_costs_two_compiles(kind: str) -> None:
     assert counts(found.compiled) == (2, 2), found.told.why_static
 
 
-def test_a_tensor_that_is_given_twice_is_not_taken_for_two_at_another_length() -> None:
-    def batch(length: int, *, twice: bool) -> tuple[Tensor, Tensor]:
+def test_an_input_that_is_another_one_or_of_another_dtype_is_noticed_at_another_length() -> None:
+    def batch(length: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         x = numbers((length,))[0]
-        return x, x if twice else numbers((length,))[0]
+        return x, x if dtype is None else numbers((length,))[0].to(dtype)
 
+    rows = [(3, None), (5, None), (6, torch.float32), (7, torch.float64), (8, torch.float32)]
     model = wrapped(lambda x, y: x.sin() * y)
-    batches = [batch(n, twice=n < 6 or n > 7) for n in (3, 5, 6, 7, 8)]
-    assert_equals_eager(model, batches=batches, dynamic=True)
+    assert_equals_eager(model, batches=[batch(*row) for row in rows], dynamic=True)
 
 
 def test_a_change_in_place_is_seen_by_another_input_on_the_same_memory() -> None:
