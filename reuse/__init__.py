@@ -6,7 +6,7 @@ errors        the exceptions a user can meet
 freeze        what Python code read, to compare it later: frozen values, snapshots of objects
 kinds         how the contents of an object are read, by one table of kinds of objects
 once          results that an object computes once for equal arguments, and keeps
-process       which PyTorch and Python run; the files of lazyinline; a lock that a fork finds open
+process       PyTorch and Python; lazyinline's files; room on the stack; a lock that forks find open
 torch_names   adapter: the few private PyTorch names that the core needs, of graphs too
 torch_pytree  adapter: nested arguments, results and caches of transformers, flattened
 

@@ -17,7 +17,6 @@ import hypothesis
 import link_tree  # tests/link_tree.py: pytest puts tests/ on sys.path
 import outcomes
 import pytest
-from _pytest import runner
 
 if TYPE_CHECKING:
     from lazyinline.frontend.report import CompileReport
@@ -133,25 +132,6 @@ def pytest_collection_finish() -> None:
     # Each capture asks for it, and Python counts by walking all of them.
     num_frozen = gc.get_freeze_count()
     mock.patch.object(gc, "get_freeze_count", lambda: num_frozen).start()
-
-
-def with_room(run: Callable[[], Any]) -> Any:
-    """Calls a function from a frame of 0.5 MB, in whose chunk of 1 MB the frames below find room.
-
-    Since 3.11 Python keeps frames in chunks of 16 KB. A call for which there is no room maps a new
-    chunk, and its return unmaps it: a loop at that depth, as one that traces a model, then takes up
-    to half as long again.
-    """
-    return run()
-
-
-with_room.__code__ = with_room.__code__.replace(co_stacksize=70_000)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """Runs a test as pytest does, at a depth of the stack that costs nothing."""
-    return bool(with_room(partial(runner.pytest_runtest_protocol, item, nextitem)))
 
 
 @pytest.hookimpl(trylast=True)  # after fixtures have let go of what they held

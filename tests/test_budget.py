@@ -29,7 +29,7 @@ from link_tree import ROOT
 # stages in fit and in found plans (frontend +320, pipeline_parallel +95), one link for many shapes
 # (reuse +260, frontend +340, backend +165), parts of inputs that are saved (backend +4),
 # files of one idea (frontend +55, backend +22), a GPU (frontend +22, reuse +31, backend +220),
-# Triton's files left unread (backend +15),
+# Triton's files left unread (backend +15), room on the stack (frontend +2, reuse +15),
 # gradients ahead of losses (frontend +281, autodiff +9),
 # compiled programs as files (frontend +1,247, reuse +127, backend +409), other forms of programs
 # (frontend +73, reuse +664), gradients of results that others are computed from (frontend +215,

@@ -1,5 +1,6 @@
 """The list of passes: what each way in runs, what the report says of it, what a pass changed."""
 
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -150,6 +151,18 @@ def spoil_launches(state: State) -> State:
     """The same once it is linked."""
     flats = {n: replace(f, launches=f.launches[:-1]) for n, f in state.flats.items()}
     return replace(state, flats=flats)
+
+
+@compile_pass("look")
+def look_around(state: State) -> State:
+    """Refuses to run where Python would map memory for calls."""
+    sizes = [frame.frame.f_code.co_stacksize for frame in inspect.stack(context=0)]
+    assert max(sizes) > 60_000, "from Python 3.11 on a compile takes up to a tenth longer so"
+    return state
+
+
+def test_a_pass_runs_in_a_frame_with_room_for_its_calls() -> None:
+    run((look_around,), started())
 
 
 def test_a_program_is_verified_after_each_pass_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from ...autodiff.derivative import Derivative, Request
@@ -22,6 +23,7 @@ from ...reuse.ir.costs import OperatorCosts
 from ...reuse.ir.program import Composite, Program, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
 from ...reuse.ir.verify import ProgramLevel, verify
+from ...reuse.process import with_room
 from ...reuse.torch_names import lazy_modules
 from ..capture.capture import Subject
 from ..capture.regions import CapturedModel
@@ -224,7 +226,7 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
                 continue
             before, cpu, wall = state, cpu_seconds(), time.perf_counter()
             with followed(one.name), _explained_bugs(one.name):
-                state = one.function(state)
+                state = with_room(partial(one.function, state))
                 if everything or one.verified == "always":
                     check(state, one.level)
             seconds = (cpu_seconds() - cpu, time.perf_counter() - wall)
