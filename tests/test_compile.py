@@ -144,6 +144,17 @@ def test_kernels_across_rows_sum_gradients_as_eager(channels: int, dtype: torch.
     assert_equals_eager(model, (image,), backend="inductor", optimizer=sgd)
 
 
+def test_a_module_with_a_forward_of_its_own_is_compiled_once() -> None:
+    """As libraries give it one, to run something around it."""
+    model = Net()
+    own = model.blocks[0].forward
+    model.blocks[0].forward = lambda x: own(x) + 1  # type: ignore[method-assign, assignment]
+    compiled = lazyinline.compile(model, backend="eager")
+    for seed in range(3):
+        assert_close(compiled(batch(seed=seed)), model(batch(seed=seed)))
+    assert compiled.last_report is not None and compiled.last_report.num_compiles == 1
+
+
 def relative_shift(self: Any, x: Tensor) -> Tensor:
     """Shifts scores in place and reads them through two reshapes, as Funnel does."""
     shifted = self.scores(x).reshape(32, 16)[1:].reshape(16, 31)[:, :16]

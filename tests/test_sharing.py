@@ -437,6 +437,20 @@ def test_a_function_that_remembers_plain_results_keeps_no_block_apart() -> None:
     assert assert_as_eager(factor, blocks).shared == 1
 
 
+def test_a_block_that_reaches_a_computed_tensor_by_a_function_is_not_shared() -> None:
+    outcome = assert_as_eager("""
+        def body(layers, x):
+            for layer in layers:
+                y = x.sin()
+                x = layer(x, lambda: y)
+            return x
+        B = block(lambda self, x, get: self.linear(get() + x))
+        model = Around(body, B(), B(), B())
+    """)
+    said = "it uses a tensor that is neither an argument nor one of its own"
+    assert outcome.reasons == (said,) * 3
+
+
 def test_a_block_whose_result_has_an_attribute_is_not_shared() -> None:
     outcome = assert_as_eager("""
         def told(y):
