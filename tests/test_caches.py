@@ -246,6 +246,7 @@ def test_generate_runs_the_program_and_gives_eagers_tokens(kind: str) -> None:
     model = make().eval()
     expected = twin(model)
     run: Any = lazyinline.compile(model, backend="eager", reuse="auto", in_place=in_place)  # type: ignore[call-overload]
+    before = set(vars(model))
     for length in prompts:
         ids = tokens(length, seed=length)
         mask = torch.ones_like(ids)
@@ -255,6 +256,11 @@ def test_generate_runs_the_program_and_gives_eagers_tokens(kind: str) -> None:
     report: Any = lazyinline.last_report(run)
     assert not report.ran_eagerly
     assert (report.num_compiles, report.num_links) == made, report.why_static
+    assert run.generate.__name__ == "generate"
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        run.generate(ids, max_new_tokens=-1)
+    left = "methods leave behind in the model what eager does not"
+    assert set(vars(model)) == before | vars(expected).keys(), left
 
 
 class Called(GPT2LMHeadModel):
@@ -275,18 +281,6 @@ def test_a_model_whose_calls_go_past_what_is_compiled_generates_as_in_eager_and_
     assert "Called has a __call__ of its own" in run.last_report.ran_eagerly
     run(tokens(4))
     assert not run.last_report.ran_eagerly
-
-
-def test_methods_of_the_model_leave_nothing_behind_in_it() -> None:
-    model = gpt2().eval()
-    run = compiled(model)
-    before = set(vars(model))
-    generated(run, tokens(4))
-    assert set(vars(model)) == before
-    assert run.generate.__name__ == "generate"
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        run.generate(tokens(4), max_new_tokens=-1)
-    assert set(vars(model)) == before
 
 
 def test_classes_of_outputs_of_other_models_are_not_looked_into() -> None:
