@@ -109,11 +109,11 @@ def package_digest() -> str:
 
 
 def with_room(function: Callable[[], Result]) -> Result:
-    """Calls a function from a frame of half a megabyte, beside which frames below it find room.
+    """Calls a function from a large frame, whose chunk of memory has room for the frames below.
 
     Since 3.11 Python keeps frames in chunks of 16 KB: a call at the end of one maps another, and
     its return unmaps it. Where the calls of a loop met an end, which the depth of the user's stack
-    decides, a compile took up to a tenth longer. The chunk of this frame is a megabyte.
+    decides, a compile took up to a tenth longer. This frame has half a megabyte, its chunk one.
     """
     return function()
 

@@ -222,7 +222,7 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
     shown = page_data((tmp_path / "step.html").read_text(encoding="utf-8"))["mesh"]
     assert shown["mesh"] == " x ".join(f"{name} {size}" for name, size in axes.items())
     moved = sum(row["num_calls"] * row["num_bytes"] for row in shown["moved"])
-    assert shown["moved_bytes"] == moved == made[0].plan.num_bytes
+    assert shown["moved_bytes"] == moved == made[0].plan.num_bytes > 0
     assert "embed" in str(shown["layouts"]) and shown["table"] in str(made[0].plan)
 
 
